@@ -1,0 +1,75 @@
+"""Reading a Hugging Face config: what is supported, and errors that name the key."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_spec.errors import ConfigError
+from lightning_spec.shapes import PolicyShape
+
+GOOD: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 512,
+    "rope_theta": 5000.0,
+}
+
+
+def test_both_spellings_of_rope_are_read_alike() -> None:
+    old = PolicyShape.from_hf({**GOOD, "rope_scaling": {"type": "linear", "factor": 2.0}})
+    new_raw = {k: v for k, v in GOOD.items() if k != "rope_theta"}
+    new_raw["rope_parameters"] = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0}
+    new = PolicyShape.from_hf(new_raw)
+    assert old.rope == new.rope
+    assert old.rope.theta == 5000.0
+    assert old.rope.rope_type == "linear"
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"model_type": "mamba"}, "model_type"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"vocab_size": "many"}, "vocab_size"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type"),
+        ({"use_sliding_window": True, "sliding_window": 128}, "use_sliding_window"),
+    ],
+)
+def test_a_bad_config_names_what_was_found_what_is_needed_and_the_key(change: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        PolicyShape.from_hf({**GOOD, **change}, key="here/config.json")
+    text = str(caught.value)
+    assert text.count("found") == 1
+    assert "needed" in text
+    assert "here/config.json" in caught.value.key
+    assert key in caught.value.key
+
+
+def test_a_folder_without_a_config_names_the_yaml_key(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"change `model\.policy\.path`"):
+        PolicyShape.from_file(tmp_path)
+
+
+def test_the_raw_config_survives_for_export(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**GOOD, "torch_dtype": "float32"}))
+    assert PolicyShape.from_file(tmp_path).raw["torch_dtype"] == "float32"
+
+
+def test_config_errors_cross_process_borders() -> None:
+    error = ConfigError("x", found=1, needed=2, key="a.b")
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.key) == (str(error), "a.b")
