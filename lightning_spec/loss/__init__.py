@@ -1,0 +1,24 @@
+"""Objectives of the policy and of the draft. Tensors in, tensors out: this room knows torch and nothing else."""
+
+from lightning_spec.loss.advantages import group_advantages, trained_flags
+from lightning_spec.loss.draft import LK, DraftLoss, DraftLossOutput, SoftCrossEntropy, TotalVariation, Weighted
+from lightning_spec.loss.kl import kl_estimate
+from lightning_spec.loss.logprob import linear_logprobs
+from lightning_spec.loss.policy import GRPO, PolicyLoss, PolicyLossOutput, SupervisedLoss
+
+__all__ = [
+    "GRPO",
+    "LK",
+    "DraftLoss",
+    "DraftLossOutput",
+    "PolicyLoss",
+    "PolicyLossOutput",
+    "SoftCrossEntropy",
+    "SupervisedLoss",
+    "TotalVariation",
+    "Weighted",
+    "group_advantages",
+    "kl_estimate",
+    "linear_logprobs",
+    "trained_flags",
+]
