@@ -119,6 +119,11 @@ class StepBatch:
     version: int = 0
     """Policy version (optimiser steps done) whose weights sampled the rollouts; supervised data: the current one."""
 
+    def to(self, *_args: Any, **_kwargs: Any) -> StepBatch:
+        """The batch itself: it holds no tensors. Lightning moves batches to the device, and what has a `to` is a leaf
+        for it; without one it would try to rebuild the frozen dataclasses inside, and raise."""
+        return self
+
 
 @dataclass(slots=True)
 class PackedBatch:
@@ -167,7 +172,7 @@ class PackedBatch:
             for name in self.__slots__
             if isinstance(value := getattr(self, name), Tensor)
         }
-        return replace(self, **moved)
+        return replace(self, **moved)  # type: ignore[arg-type]
 
 
 def pack_documents(rollouts: Sequence[Rollout], index: Sequence[int]) -> PackedBatch:

@@ -74,7 +74,8 @@ class PolicyShape:
             if not isinstance(value, int) or value < 1:
                 raise ConfigError(f"bad {name}", found=value, needed="a positive integer", key=f"{key}:{name}")
         heads = raw["num_attention_heads"]
-        kv_heads = raw.get("num_key_value_heads") or heads
+        # Absent fields have the family's defaults in transformers, which are not the same for all.
+        kv_heads = raw.get("num_key_value_heads") or (heads if kind == "llama" else 32)
         if heads % kv_heads:
             raise ConfigError(
                 "query heads do not divide into key/value heads",
@@ -82,7 +83,7 @@ class PolicyShape:
                 needed="num_attention_heads a multiple of num_key_value_heads",
                 key=f"{key}:num_key_value_heads",
             )
-        head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
+        head_dim = raw.get("head_dim") or (128 if kind == "qwen3" else raw["hidden_size"] // heads)
         if raw.get("use_sliding_window") and raw.get("sliding_window"):
             raise ConfigError(
                 "sliding-window policies are not supported",

@@ -73,3 +73,16 @@ def test_config_errors_cross_process_borders() -> None:
     error = ConfigError("x", found=1, needed=2, key="a.b")
     again = pickle.loads(pickle.dumps(error))
     assert (str(again), again.key) == (str(error), "a.b")
+
+
+def test_absent_fields_have_the_familys_own_defaults() -> None:
+    """As transformers reads them: a hand-written config.json may leave these out."""
+    from transformers import LlamaConfig, Qwen3Config
+
+    bare = {k: v for k, v in GOOD.items() if k not in ("num_key_value_heads", "model_type")}
+    bare |= {"num_attention_heads": 32, "hidden_size": 256}
+    llama, qwen3 = LlamaConfig(**bare), Qwen3Config(**bare)
+    ours = PolicyShape.from_hf({**bare, "model_type": "llama"})
+    assert (ours.num_kv_heads, ours.head_dim) == (llama.num_key_value_heads, llama.head_dim)
+    ours = PolicyShape.from_hf({**bare, "model_type": "qwen3"})
+    assert (ours.num_kv_heads, ours.head_dim) == (qwen3.num_key_value_heads, qwen3.head_dim)
