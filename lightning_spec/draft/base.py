@@ -1,0 +1,170 @@
+"""What a draft is: it learns from the policy's activations of one micro-batch, and serves under the engine's names."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_spec.batch import PackedBatch
+from lightning_spec.metrics import Reduction
+from lightning_spec.shapes import PolicyShape
+
+DraftMetrics = dict[str, tuple[Tensor, Tensor, Reduction]]
+"""name -> (numerator, denominator, reduction), sums of this micro-batch."""
+
+
+@dataclass(slots=True)
+class DraftInputs:
+    """The policy's side of one micro-batch: T rows of packed documents. Everything is detached by the draft itself."""
+
+    features: Tensor
+    """[T, n*C], the taps of `aux_layer_ids` in ascending order, concatenated."""
+    embeddings: Tensor
+    """[T, C], the policy's input embedding of x_t."""
+    hidden: Tensor
+    """[T, C], the policy's final-normed hidden states; times `policy_head` they are the teacher's logits."""
+    tokens: Tensor
+    """int64 [T], token-aligned."""
+    positions: Tensor
+    """int64 [T], position inside the document."""
+    lengths: list[int]
+    """Rows of each document; they sum to T."""
+    sampled: Tensor
+    """bool [T], token-aligned: x_t was sampled by the policy."""
+    stop: Tensor
+    """bool [T], token-aligned: x_t ended generation."""
+    policy_head: Tensor
+    """[V, C]."""
+    policy_embedding: Tensor
+    """[V, C]."""
+
+    def detached(self) -> DraftInputs:
+        return DraftInputs(
+            self.features.detach(),
+            self.embeddings.detach(),
+            self.hidden.detach(),
+            self.tokens,
+            self.positions,
+            self.lengths,
+            self.sampled,
+            self.stop,
+            self.policy_head.detach(),
+            self.policy_embedding.detach(),
+        )
+
+
+@dataclass(slots=True)
+class DraftOutput:
+    """`loss`: scalar, this micro-batch's share of the step's draft objective (global normalisers inside)."""
+
+    loss: Tensor
+    metrics: DraftMetrics
+
+
+@dataclass(slots=True)
+class Proposal:
+    """What a draft proposes for each of B sequences: `tokens` int64 [B, k] (target ids), and `probs` [B, k, V], the
+    distributions they were drawn from over the policy's vocabulary (one-hot where the proposal was greedy)."""
+
+    tokens: Tensor
+    probs: Tensor
+
+
+class Draft(nn.Module, ABC):
+    """A speculator that is trained beside the policy and served by the engine.
+
+    Constructed from YAML without parameters; `build` makes them once the policy's sizes are known. A draft never draws
+    from the global random state, so that a policy trains bit-identically with and without it.
+    """
+
+    num_passes: int
+    aux_layer_ids: tuple[int, ...]
+    """Layers of the policy whose input (residual stream) the draft reads, ascending; known after `build`."""
+
+    @abstractmethod
+    def build(self, shape: PolicyShape, *, dtype: torch.dtype = torch.float32, seed: int | None = None) -> None:
+        """Create the parameters (and load them where a path was given). A second call changes nothing.
+
+        Raises:
+            ConfigError: the draft does not fit the policy. CheckpointError: its checkpoint is incomplete.
+        """
+
+    def init_from_policy(self, policy_head: Tensor, policy_embedding: Tensor) -> None:
+        """Start what a new draft owns from the policy's own ([V, C] each), once, after `build`. Nothing by default."""
+        del policy_head, policy_embedding
+
+    @abstractmethod
+    def check_length(self, length: int) -> None:
+        """Refuse a rollout length (prompt and completion, in tokens) that the draft's positions do not cover.
+
+        Raises:
+            ConfigError: the engine would clamp positions, and the draft would be served as it was not trained.
+        """
+
+    @abstractmethod
+    def counts(self, batch: PackedBatch) -> dict[str, Tensor]:
+        """Sums of a micro-batch that become the normalisers of `forward`: float64 scalars, the same keys always."""
+
+    @abstractmethod
+    def forward(self, inputs: DraftInputs, loss: Any, totals: Mapping[str, Tensor | float]) -> DraftOutput:
+        """Loss of one micro-batch.
+
+        Args:
+            loss: the draft objective (`lightning_spec.loss.draft.DraftLoss`).
+            totals: `counts` summed over the optimiser step and over every rank that splits tokens.
+        """
+
+    @abstractmethod
+    def engine_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that the engine needs, under its checkpoint's names. Borrowed ones are never among them."""
+
+    @abstractmethod
+    def load_tensors(self, tensors: Iterable[tuple[str, Tensor]], source: str) -> None:
+        """Take the tensors of `engine_tensors`. Raises CheckpointError on missing or surplus ones, naming them."""
+
+    @abstractmethod
+    def export(self, folder: str | Path) -> Path:
+        """Write a checkpoint that the engine loads, and return its folder."""
+
+    @abstractmethod
+    def load(self, folder: str | Path) -> None:
+        """Read a checkpoint as `export` writes it into the built draft. Raises ConfigError, CheckpointError."""
+
+    @abstractmethod
+    def fingerprint(self) -> dict[str, Any]:
+        """What must not change between a run and its resumption; plain data."""
+
+    @abstractmethod
+    def speculative_config(self, num_speculative_tokens: int) -> dict[str, Any]:
+        """vLLM's `speculative_config`, without the model's folder."""
+
+    @abstractmethod
+    def propose(
+        self,
+        features: Tensor,
+        tokens: Tensor,
+        lengths: list[int],
+        bonus: Tensor,
+        k: int,
+        *,
+        policy_head: Tensor,
+        policy_embedding: Tensor,
+        temperature: float = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> Proposal:
+        """Propose k tokens after each sequence's bonus token, exactly as the engine computes them.
+
+        Args:
+            features: [T, n*C], taps of the verified tokens of all sequences, packed.
+            tokens: int64 [T], those tokens.
+            lengths: verified tokens of each sequence (at least 1).
+            bonus: int64 [B], the token sampled last; no taps exist for it yet.
+            temperature: 0 for greedy proposals, else proposals are sampled from `softmax(logits / temperature)`.
+            generator: source of randomness; needed when temperature > 0.
+        """

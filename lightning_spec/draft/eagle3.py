@@ -1,0 +1,399 @@
+"""EAGLE-3 with test-time-training passes (SEMANTICS.md section 1; arXiv 2503.01840), as vLLM serves it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_spec.attention.rope import RotaryEmbedding
+from lightning_spec.batch import PackedBatch
+from lightning_spec.draft.base import Draft, DraftInputs, DraftMetrics, DraftOutput, Proposal
+from lightning_spec.draft.chain import PassChain
+from lightning_spec.draft.checkpoint import assign, read_tensors, tensor_names, write_checkpoint
+from lightning_spec.draft.config import KEY, Eagle3Config, read_config
+from lightning_spec.draft.layers import DecoderLayer, Linear, RMSNorm
+from lightning_spec.draft.propose import propose
+from lightning_spec.draft.resolve import from_checkpoint, from_policy, resolve_pass_weights
+from lightning_spec.draft.tally import add_pass, nothing
+from lightning_spec.draft.validity import pass_counts, pass_depth
+from lightning_spec.draft.vocab import VocabMap
+from lightning_spec.errors import ConfigError
+from lightning_spec.shapes import PolicyShape
+
+_COMPACT = 0.75
+"""Rows are compacted when fewer than this share is still valid: it copies every branch key, running on costs less."""
+_OWNED_TENSORS = {"lm_head.weight": "own_head", "embed_tokens.weight": "own_embedding"}
+
+
+class Eagle3(Draft):
+    """A draft of 1 to 4 decoder layers that reads taps of the policy and is trained on its own recycled states.
+
+    Arguments left at null are read from `path`'s config.json, or without a path follow the policy. Given ones must
+    agree with the checkpoint.
+
+    Args:
+        path: folder of a draft to start from, in vLLM's format; null starts a new one.
+        num_passes: N, training passes (proposals deep that the draft is trained for).
+        num_layers: decoder layers; the first reads the token embedding too.
+        hidden_size: width; another than the policy's needs own_head and own_embedding.
+        intermediate_size, num_heads, num_kv_heads, head_dim: sizes of the layers.
+        draft_vocab_size: size of a reduced vocabulary; needs a map.
+        vocab_map: file with the reduced vocabulary: .safetensors with d2t, or .json with target_ids or counts.
+        aux_layer_ids: taps, as transformers counts hidden_states; (2, L//2, L-3) by default.
+        own_head: whether the draft has a head of its own or borrows the policy's (detached, always the live one). False
+            drops the head of a checkpoint that has one. Reduced vocabularies always have their own.
+        own_embedding: the same for the input embedding.
+        norm_before_residual: the residual starts from the normed recycled state.
+        norm_before_fc: one RMS norm over the concatenated taps.
+        fc_norm: one RMS norm for each tap.
+        norm_output: the recycled state is taken after the final norm instead of before.
+        recycle: whether gradients flow through the recycled state from pass to pass.
+        pass_weights: uniform (1), decay (0.8^i), acceptance (measured by the engine, see `set_acceptance`), or a list.
+        max_positions: longest context; rollouts longer than this are refused. May raise a checkpoint's: many published
+            drafts declare the length they were trained at, and rotary positions have no end.
+        seed: of the initial weights.
+    """
+
+    norm: RMSNorm
+    fc: Linear
+    midlayer: DecoderLayer
+    d2t: Tensor | None
+
+    def __init__(
+        self,
+        path: str | None = None,
+        num_passes: int = 3,
+        num_layers: int | None = None,
+        hidden_size: int | None = None,
+        intermediate_size: int | None = None,
+        num_heads: int | None = None,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        draft_vocab_size: int | None = None,
+        vocab_map: str | None = None,
+        aux_layer_ids: list[int] | None = None,
+        own_head: bool | None = None,
+        own_embedding: bool | None = None,
+        norm_before_residual: bool | None = None,
+        norm_before_fc: bool | None = None,
+        fc_norm: bool | None = None,
+        norm_output: bool | None = None,
+        recycle: Literal["full", "detach"] = "full",
+        pass_weights: Literal["uniform", "decay", "acceptance"] | list[float] = "uniform",
+        max_positions: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if num_passes < 1:
+            raise ConfigError("no passes", found=num_passes, needed="at least 1", key=f"{KEY}.num_passes")
+        if recycle not in ("full", "detach"):
+            raise ConfigError("bad recycle", found=recycle, needed="full or detach", key=f"{KEY}.recycle")
+        self.path, self.num_passes, self.recycle, self.seed = path, num_passes, recycle, seed
+        self.vocab_map = vocab_map
+        self.pass_weights = resolve_pass_weights(pass_weights, num_passes)
+        self.follows_acceptance = pass_weights == "acceptance"
+        self._given: dict[str, Any] = {
+            "num_layers": num_layers,
+            "hidden_size": hidden_size,
+            "intermediate_size": intermediate_size,
+            "num_heads": num_heads,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "draft_vocab_size": draft_vocab_size,
+            "aux_layer_ids": None if aux_layer_ids is None else tuple(aux_layer_ids),
+            "own_head": own_head,
+            "own_embedding": own_embedding,
+            "norm_before_residual": norm_before_residual,
+            "norm_before_fc": norm_before_fc,
+            "fc_norm": fc_norm,
+            "norm_output": norm_output,
+            "max_positions": max_positions,
+        }
+        self._map: VocabMap | None = None
+        self.config: Eagle3Config | None = None
+
+    # ---- building ---------------------------------------------------------------------------------------------------
+
+    def use_vocab_map(self, vocab: VocabMap) -> None:
+        """Give the reduced vocabulary from code (e.g. `VocabMap.from_counts`); before `build`."""
+        self._map = vocab
+
+    def build(self, shape: PolicyShape, *, dtype: torch.dtype = torch.float32, seed: int | None = None) -> None:
+        if self.config is not None:
+            return
+        if self._map is None and self.vocab_map is not None:
+            size = self._given["draft_vocab_size"]
+            self._map = VocabMap.from_file(self.vocab_map, size, shape.vocab_size)
+        if self.path is not None:
+            config, self._map = from_checkpoint(self.path, self._given, self._map, shape)
+        else:
+            config, self._map = from_policy(self._given, self._map, shape)
+        config.check(shape)
+        self._policy_layers = shape.num_layers
+        self.aux_layer_ids = config.aux_layer_ids
+        self.rope = RotaryEmbedding(
+            config.head_dim, config.rope.theta, config.max_positions, config.rope.scaling, config.rope.partial_factor
+        )
+        self._make_parameters(config, dtype, torch.Generator().manual_seed(self.seed if seed is None else seed))
+        self.config = config
+        if self.path is not None:
+            self.load_tensors(read_tensors(self.path), str(self.path))
+
+    def _make_parameters(self, config: Eagle3Config, dtype: torch.dtype, generator: torch.Generator) -> None:
+        taps, width, hidden = len(config.aux_layer_ids), config.policy_hidden_size, config.hidden_size
+        eps = config.norm_eps
+        self.input_norm = RMSNorm(taps * width, eps, dtype) if config.norm_before_fc else None
+        self.fc_norm = nn.ModuleList(RMSNorm(width, eps, dtype) for _ in range(taps)) if config.fc_norm else None
+        self.fc = Linear(taps * width, hidden, dtype, generator)
+        layers = [
+            DecoderLayer(
+                first=number == 0,
+                hidden=hidden,
+                heads=config.num_heads,
+                kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                inner=config.intermediate_size,
+                eps=eps,
+                norm_before_residual=config.norm_before_residual,
+                dtype=dtype,
+                generator=generator,
+                out_gain=(2 * config.num_layers) ** -0.5,
+            )
+            for number in range(config.num_layers)
+        ]
+        self.midlayer = layers[0]
+        self.layers = nn.ModuleDict({str(number): layer for number, layer in enumerate(layers) if number})
+        self.norm = RMSNorm(hidden, eps, dtype)
+        self.lm_head = Linear(hidden, config.draft_vocab_size, dtype, generator) if config.own_head else None
+        self.embed_tokens = Linear(hidden, config.vocab_size, dtype, generator) if config.own_embedding else None
+        self.register_buffer("d2t", self._map.d2t if self._map is not None else None)
+
+    @torch.no_grad()
+    def init_from_policy(self, policy_head: Tensor, policy_embedding: Tensor) -> None:
+        """Start a new draft's own head and embedding from the policy's (where the widths agree), and refuse a loaded
+        one that equals the policy's.
+
+        Engines share modules whose weights are equal at load, and a later refit of the draft would then overwrite the
+        policy: so the copies are perturbed by one part in a thousand. Call after `build`, before `export`.
+        """
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        owned = (
+            ("own_head", self.lm_head, policy_head, self.target_ids()),
+            ("own_embedding", self.embed_tokens, policy_embedding, None),
+        )
+        for name, module, source, rows in owned:
+            if module is None:
+                continue
+            source = source.detach() if rows is None else source.detach()[rows.to(source.device)]
+            if self.path is None and module.weight.shape == source.shape:
+                noise = 1 + 1e-3 * torch.randn(source.shape, generator=generator).to(source.device)
+                module.weight.copy_(source * noise)
+            if rows is None and module.weight.shape == source.shape and torch.equal(module.weight, source):
+                raise ConfigError(
+                    "the draft's own tensor equals the policy's: the engine would share it, and a refit overwrite it",
+                    found=f"{name}: true",
+                    needed=f"{name}: false (borrow it)",
+                    key=f"{KEY}.{name}",
+                )
+
+    def check_length(self, length: int) -> None:
+        longest = self.built().max_positions
+        if length > longest:
+            raise ConfigError(
+                "the draft has fewer positions than a rollout is long",
+                found=f"max_position_embeddings {longest}",
+                needed=f"at least {length}",
+                key=f"{KEY}.max_positions",
+            )
+
+    def set_acceptance(self, by_position: Sequence[float]) -> None:
+        """With `pass_weights: acceptance`: weigh pass i by the measured chance that serving gets there.
+
+        Args:
+            by_position: share of drafts whose proposal at each position was accepted (a running product, as
+                `SpecStats.acceptance_by_position`); equal on every rank. Beyond its end the last rate continues.
+        """
+        if not self.follows_acceptance or not by_position:
+            return
+        weights = [1.0]
+        for reached in by_position:
+            weights.append(min(max(float(reached), 0.0), weights[-1]))
+        rate = weights[-1] / weights[-2] if weights[-2] > 0 else 0.0
+        while len(weights) < self.num_passes:
+            weights.append(weights[-1] * rate)
+        self.pass_weights = tuple(weights[: self.num_passes])
+
+    # ---- training ---------------------------------------------------------------------------------------------------
+
+    def counts(self, batch: PackedBatch) -> dict[str, Tensor]:
+        depth = self._depth(batch)
+        counts = pass_counts(depth, self.num_passes).to(torch.float64)
+        return {f"draft_pass_{i}": counts[i] for i in range(self.num_passes)}
+
+    def forward(self, inputs: DraftInputs, loss: Any, totals: Mapping[str, Tensor | float]) -> DraftOutput:
+        x = inputs.detached()
+        depth = self._depth(x)
+        sizes = pass_counts(depth, self.num_passes).tolist()
+        objective = (
+            nothing(self.parameters(), x.hidden) if not sizes[0] else x.hidden.new_zeros((), dtype=torch.float32)
+        )
+        metrics: DraftMetrics = {}
+        head = x.policy_head if self.lm_head is None else self.lm_head.weight
+        accepted = torch.ones_like(depth, dtype=torch.bool)
+        hidden: Tensor | None = None
+        chain: PassChain | None = None
+        for i, size in enumerate(sizes):
+            if not size:
+                add_pass(metrics, i, *[x.hidden.new_zeros((), dtype=torch.float64)] * 6)
+                continue
+            if chain is None or hidden is None:
+                chain = self.chain(x.positions, x.lengths)
+                rows = (depth > 0).nonzero().flatten()
+                output = chain.trunk(self.fuse(x.features), self._next_embeddings(x), rows)
+            else:
+                if size < _COMPACT * chain.rows.numel():
+                    index = (depth[chain.rows] > i).nonzero().flatten()
+                    chain.keep(index)
+                    hidden = hidden[index]
+                ahead = (chain.rows + 1 + i).clamp(max=depth.numel() - 1)
+                output = chain.branch(hidden, self._embeddings(x, ahead))
+            normed = self.norm(output)
+            hidden = self._recycled(output, normed)
+            rows = chain.rows
+            if size < rows.numel():
+                scored = (depth[rows] > i).nonzero().flatten()
+                rows, normed = rows[scored], normed[scored]
+            total = float(totals[f"draft_pass_{i}"])
+            wide = torch.promote_types(normed.dtype, torch.float32)
+            weight = normed.new_full((size,), 1.0 / total if total else 0.0, dtype=wide)
+            out = loss(normed, head, x.hidden[rows + 1 + i], x.policy_head, weight, self.target_ids())
+            objective = objective + self.pass_weights[i] * out.loss
+            accepted[rows] &= out.agree
+            add_pass(
+                metrics,
+                i,
+                out.loss.detach().double() * total,
+                out.valid.sum().double(),
+                out.agree.sum().double(),
+                out.alpha.detach().double().sum(),
+                accepted[rows].sum().double(),
+                torch.full_like(out.loss.detach(), size, dtype=torch.float64),
+            )
+        return DraftOutput(objective, metrics)
+
+    def _depth(self, batch: DraftInputs | PackedBatch) -> Tensor:
+        longest = self.built().max_positions
+        return pass_depth(batch.positions, batch.sampled, batch.stop, self.num_passes, longest)
+
+    def chain(self, positions: Tensor, lengths: Sequence[int]) -> PassChain:
+        layers = [self.midlayer, *(layer for layer in self.layers.values() if isinstance(layer, DecoderLayer))]
+        return PassChain(layers, self.rope, positions, lengths)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """[T, n*C] taps to [T, H]."""
+        a = features.to(self.fc.weight.dtype)
+        if self.input_norm is not None:
+            a = self.input_norm(a)
+        if self.fc_norm is not None:
+            parts = a.chunk(len(self.fc_norm), dim=-1)
+            a = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        return self.fc(a)
+
+    def _embeddings(self, x: DraftInputs, index: Tensor) -> Tensor:
+        """[R, H], input embeddings of the tokens at `index`."""
+        if self.embed_tokens is None:
+            return x.embeddings[index].to(self.fc.weight.dtype)
+        return nn.functional.embedding(x.tokens[index], self.embed_tokens.weight)
+
+    def _next_embeddings(self, x: DraftInputs) -> Tensor:
+        """[T, H], input of pass 0. A document's last row has no next token of its own; no valid row sees its keys."""
+        rows = torch.arange(x.positions.numel(), device=x.positions.device)
+        return self._embeddings(x, (rows + 1).clamp(max=rows.numel() - 1))
+
+    def _recycled(self, output: Tensor, normed: Tensor) -> Tensor:
+        hidden = normed if self.built().norm_output else output
+        return hidden if self.recycle == "full" else hidden.detach()
+
+    def target_ids(self) -> Tensor | None:
+        """int64 [Vd], or None when the draft has the policy's vocabulary."""
+        return None if self.d2t is None else self.d2t + torch.arange(self.d2t.numel(), device=self.d2t.device)
+
+    def built(self) -> Eagle3Config:
+        if self.config is None:
+            raise RuntimeError("the draft has no parameters yet: call build(shape) first")
+        return self.config
+
+    # ---- serving ----------------------------------------------------------------------------------------------------
+
+    def propose(
+        self,
+        features: Tensor,
+        tokens: Tensor,
+        lengths: list[int],
+        bonus: Tensor,
+        k: int,
+        *,
+        policy_head: Tensor,
+        policy_embedding: Tensor,
+        temperature: float = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> Proposal:
+        return propose(
+            self,
+            features,
+            tokens,
+            lengths,
+            bonus,
+            k,
+            policy_head=policy_head,
+            policy_embedding=policy_embedding,
+            temperature=temperature,
+            generator=generator,
+        )
+
+    def speculative_config(self, num_speculative_tokens: int) -> dict[str, Any]:
+        return {"method": "eagle3", "num_speculative_tokens": num_speculative_tokens}
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------------
+
+    def engine_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        # The modules carry the engine's names. Borrowed tensors are none of the state: never sent, so never aliased.
+        yield from self.state_dict().items()
+
+    def load_tensors(self, tensors: Iterable[tuple[str, Tensor]], source: str) -> None:
+        self.built()
+        dropped = {name for name, own in _OWNED_TENSORS.items() if self._given[own] is False}
+        found = [(name, tensor) for name, tensor in tensors if name not in dropped]
+        for name, tensor in found:
+            if name == "d2t" and self.d2t is not None and not torch.equal(tensor.cpu(), self.d2t.cpu()):
+                raise ConfigError(
+                    "the checkpoint has another vocabulary map",
+                    found=f"d2t of {source}",
+                    needed="the map that the draft was built with",
+                    key=f"{KEY}.vocab_map",
+                )
+        assign(self.state_dict(), found, source)
+
+    def export(self, folder: str | Path) -> Path:
+        return write_checkpoint(folder, self.built().to_json(), dict(self.engine_tensors()))
+
+    def load(self, folder: str | Path) -> None:
+        raw, where = read_config(folder)
+        config = self.built()
+        found = Eagle3Config.from_json(raw, tensor_names(folder), self._policy_layers, where)
+        # What is owned is settled by the tensors themselves: a missing or surplus one is named.
+        config.same(replace(found, own_head=config.own_head, own_embedding=config.own_embedding), where)
+        self.load_tensors(read_tensors(folder), str(folder))
+
+    def fingerprint(self) -> dict[str, Any]:
+        digest = None
+        if self.d2t is not None:
+            digest = hashlib.sha256(self.d2t.cpu().numpy().tobytes()).hexdigest()
+        owned = {"own_head": self.built().own_head, "own_embedding": self.built().own_embedding}
+        return {"class": type(self).__name__, **self.built().to_json(), **owned, "vocab_map": digest}

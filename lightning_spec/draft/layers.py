@@ -1,0 +1,120 @@
+"""The pieces of a Llama-like draft: linear map, RMS norm, and a decoder layer split where branch attention sits."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Linear(nn.Module):
+    """y = x W^T with `weight` [out, in], drawn from the given generator (torch's own draws from the global one)."""
+
+    def __init__(self, inputs: int, outputs: int, dtype: torch.dtype, generator: torch.Generator, gain: float = 1.0):
+        super().__init__()
+        weight = torch.randn(outputs, inputs, generator=generator) * (gain * inputs**-0.5)
+        self.weight = nn.Parameter(weight.to(dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension; statistics in float32 (float64 for float64)."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x if x.dtype == torch.float64 else x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return normed.to(x.dtype) * self.weight
+
+
+class Attention(nn.Module):
+    """The four projections, under the engine's names."""
+
+    def __init__(
+        self,
+        inputs: int,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        generator: torch.Generator,
+        out_gain: float,
+    ):
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.q_proj = Linear(inputs, heads * head_dim, dtype, generator)
+        self.k_proj = Linear(inputs, kv_heads * head_dim, dtype, generator)
+        self.v_proj = Linear(inputs, kv_heads * head_dim, dtype, generator)
+        self.o_proj = Linear(heads * head_dim, hidden, dtype, generator, out_gain)
+
+    def query(self, c: Tensor) -> Tensor:
+        return self.q_proj(c).view(-1, self.heads, self.head_dim)
+
+    def key(self, c: Tensor) -> Tensor:
+        return self.k_proj(c).view(-1, self.kv_heads, self.head_dim)
+
+    def value(self, c: Tensor) -> Tensor:
+        return self.v_proj(c).view(-1, self.kv_heads, self.head_dim)
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, hidden: int, inner: int, dtype: torch.dtype, generator: torch.Generator, out_gain: float):
+        super().__init__()
+        self.gate_proj = Linear(hidden, inner, dtype, generator)
+        self.up_proj = Linear(hidden, inner, dtype, generator)
+        self.down_proj = Linear(inner, hidden, dtype, generator, out_gain)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    """One layer. The first one reads [norm(embedding) ; norm(hidden)], the others their predecessor's output alone
+    (vLLM's llama_eagle3.py)."""
+
+    def __init__(
+        self,
+        *,
+        first: bool,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        inner: int,
+        eps: float,
+        norm_before_residual: bool,
+        dtype: torch.dtype,
+        generator: torch.Generator,
+        out_gain: float,
+    ):
+        super().__init__()
+        self.first, self.norm_before_residual = first, norm_before_residual
+        width = 2 * hidden if first else hidden
+        self.self_attn = Attention(width, hidden, heads, kv_heads, head_dim, dtype, generator, out_gain)
+        self.mlp = MLP(hidden, inner, dtype, generator, out_gain)
+        self.input_layernorm = RMSNorm(hidden, eps, dtype)
+        if first:
+            self.hidden_norm = RMSNorm(hidden, eps, dtype)
+        self.post_attention_layernorm = RMSNorm(hidden, eps, dtype)
+
+    def enter(self, hidden: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor]:
+        """(attention input [R, 2H or H], residual [R, H]) from the recycled or previous layer's hidden [R, H]."""
+        if not self.first:
+            return self.input_layernorm(hidden), hidden
+        normed = self.hidden_norm(hidden)
+        residual = normed if self.norm_before_residual else hidden
+        return torch.cat((self.input_layernorm(embedding), normed), -1), residual
+
+    def leave(self, attended: Tensor, residual: Tensor) -> Tensor:
+        """The layer's output [R, H] from the attention's [R, heads, head_dim]."""
+        y = residual + self.self_attn.o_proj(attended.flatten(1))
+        return y + self.mlp(self.post_attention_layernorm(y))

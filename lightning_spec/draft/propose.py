@@ -1,0 +1,70 @@
+"""Serving-style forward of EAGLE-3: what vLLM's proposer computes, without its cache. For the reference engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_spec.draft.base import Proposal
+
+if TYPE_CHECKING:
+    from lightning_spec.draft.eagle3 import Eagle3
+
+
+@torch.no_grad()
+def propose(
+    draft: Eagle3,
+    features: Tensor,
+    tokens: Tensor,
+    lengths: list[int],
+    bonus: Tensor,
+    k: int,
+    *,
+    policy_head: Tensor,
+    policy_embedding: Tensor,
+    temperature: float,
+    generator: torch.Generator | None,
+) -> Proposal:
+    """`Draft.propose` of an EAGLE-3 draft: pass 0 over the verified tokens, then one row a sequence and pass."""
+    if not lengths or min(lengths) < 1 or len(lengths) != bonus.numel() or sum(lengths) != tokens.numel():
+        raise ValueError(f"lengths {lengths} do not fit {tokens.numel()} tokens and {bonus.numel()} bonus tokens")
+    vocab_size, norm_output = draft.built().vocab_size, draft.built().norm_output
+    table = policy_embedding if draft.embed_tokens is None else draft.embed_tokens.weight
+    head = policy_head if draft.lm_head is None else draft.lm_head.weight
+    dtype = draft.fc.weight.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    target = draft.target_ids()
+    last = torch.tensor(lengths, device=tokens.device).cumsum(0) - 1
+    following = tokens.roll(-1)
+    following[last] = bonus
+    chain = draft.chain(torch.cat([torch.arange(n, device=tokens.device) for n in lengths]), lengths)
+    chosen = tokens.new_zeros(len(lengths), k)
+    probs = torch.zeros(len(lengths), k, vocab_size, dtype=wide, device=tokens.device)
+    hidden = None
+    for i in range(k):
+        if hidden is None:
+            output = chain.trunk(draft.fuse(features), table[following].to(dtype), last)
+        else:
+            output = chain.branch(hidden, table[chosen[:, i - 1]].to(dtype))
+        normed = draft.norm(output)
+        hidden = normed if norm_output else output
+        logits = normed.to(wide) @ head.to(wide).T
+        if target is not None:
+            reduced, logits = logits, logits.new_full((len(lengths), vocab_size), -torch.inf)
+            logits[:, target] = reduced
+        chosen[:, i], probs[:, i] = _choose(logits, temperature, generator)
+    return Proposal(chosen, probs)
+
+
+def _choose(logits: Tensor, temperature: float, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    """(tokens [B], distributions they come from [B, V]) of logits [B, V]."""
+    if temperature <= 0:
+        token = logits.argmax(-1)
+        return token, F.one_hot(token, logits.shape[-1]).to(logits.dtype)
+    if generator is None:
+        raise ValueError("sampled proposals need a generator: a draft never draws from the global random state")
+    q = (logits / temperature).softmax(-1)
+    return torch.multinomial(q, 1, generator=generator).squeeze(1), q
