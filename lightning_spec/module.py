@@ -1,0 +1,391 @@
+"""SpecGRPO: joins the policy's loss and the draft's loss in one LightningModule.
+
+The strategy drives it: it asks for micro-batches and counts, reduces the counts over the ranks that split the data, and
+calls `micro_step` for each micro-batch. The micro-batches' losses *sum* to the step's objective, so nothing downstream
+rescales them. The draft sees the policy only through detached tensors: with the same rollouts the policy's weights are
+bit-identical with draft training on and off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from lightning_spec.batch import PackedBatch, Rollout, StepBatch, pack, pack_documents
+from lightning_spec.draft import Draft, DraftInputs
+from lightning_spec.errors import ConfigError
+from lightning_spec.loss import DraftLoss, PolicyLoss, SoftCrossEntropy, linear_logprobs
+from lightning_spec.metrics import MetricBag
+from lightning_spec.optim import OptimConfig
+from lightning_spec.policy import (
+    PolicyModel,
+    TapRecorder,
+    embedding_weight,
+    export_policy,
+    has_weights,
+    head_weight,
+    hf_tensors,
+    policy_from_folder,
+)
+from lightning_spec.shapes import PolicyShape
+
+
+@dataclass
+class PolicySource:
+    """Where the policy comes from.
+
+    Args:
+        path: a Hugging Face folder. With weights they are loaded; with a config.json alone the policy starts from
+            random weights drawn with `init_seed`.
+        init_seed: seed of a policy that starts from random weights.
+        recompute: recompute each layer's activations in the backward pass instead of keeping them.
+    """
+
+    path: str
+    init_seed: int = 0
+    recompute: bool = False
+
+    def megatron_options(self) -> dict[str, Any]:
+        if not self.recompute:
+            return {}
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+@dataclass(slots=True)
+class MicroOutput:
+    """What one micro-batch gives: a scalar whose sum over the step is the objective, and its metrics."""
+
+    loss: Tensor
+    metrics: MetricBag
+
+
+class SpecGRPO(L.LightningModule):
+    """A policy trained with reinforcement learning or supervised, and its draft distilled beside it.
+
+    Args:
+        policy: the policy's checkpoint folder.
+        policy_loss: objective of the policy (`lightning_spec.loss.GRPO`, `SupervisedLoss`), or null: the policy is
+            frozen and only the draft learns (distillation).
+        policy_optim: optimiser of the policy; null exactly where policy_loss is null.
+        draft: the drafter (`lightning_spec.draft.Eagle3`), or null to train the policy alone.
+        draft_loss: objective of the draft, soft cross-entropy to the policy's distribution by default.
+        draft_optim: optimiser of the draft; null keeps the draft as it is (it is still served and measured).
+        temperature: sampling temperature of the rollouts. Every log-prob that is compared with the engine's is taken at
+            this temperature; the command line links it to `rollout.sampling.temperature`.
+        logprob_chunk: rows per chunk of the log-prob computation; null picks it from the vocabulary's size.
+    """
+
+    def __init__(
+        self,
+        policy: PolicySource,
+        policy_loss: PolicyLoss | None = None,
+        policy_optim: OptimConfig | None = None,
+        draft: Draft | None = None,
+        draft_loss: DraftLoss | None = None,
+        draft_optim: OptimConfig | None = None,
+        temperature: float = 1.0,
+        logprob_chunk: int | None = None,
+    ) -> None:
+        super().__init__()
+        if (policy_loss is None) != (policy_optim is None):
+            raise ConfigError(
+                "the policy's loss and optimiser go together",
+                found=f"policy_loss={type(policy_loss).__name__}, policy_optim={type(policy_optim).__name__}",
+                needed="both, or neither to freeze the policy",
+                key="model.policy_optim",
+            )
+        if draft is None and draft_optim is not None:
+            raise ConfigError(
+                "a draft optimiser without a draft", found="draft=None", needed="a draft class", key="model.draft"
+            )
+        if policy_loss is None and draft_optim is None:
+            raise ConfigError(
+                "nothing would be trained",
+                found="policy_loss=None, draft_optim=None",
+                needed="a policy loss, or a draft with an optimiser",
+                key="model.policy_loss",
+            )
+        if not temperature > 0:
+            raise ConfigError(
+                "training needs a positive sampling temperature",
+                found=temperature,
+                needed="a number above 0 (greedy rollouts have no exploration and no log-probs to correct)",
+                key="rollout.sampling.temperature",
+            )
+        if policy_loss is not None:
+            policy_loss.set_sampling_temperature(temperature)
+        self.source = policy
+        self.policy_loss = policy_loss
+        self.policy_optim = policy_optim
+        self.draft_loss = draft_loss if draft_loss is not None else SoftCrossEntropy()
+        self.draft_optim = draft_optim
+        self.temperature = temperature
+        self.logprob_chunk = logprob_chunk
+        self.shape = PolicyShape.from_file(policy.path)
+        self.policy: PolicyModel | None = None
+        self.draft = draft
+        self._validation = MetricBag()
+
+    # ---- building ---------------------------------------------------------------------------------------------------
+
+    @property
+    def trains_policy(self) -> bool:
+        return self.policy_loss is not None
+
+    @property
+    def trains_draft(self) -> bool:
+        return self.draft is not None and self.draft_optim is not None
+
+    @property
+    def version(self) -> int:
+        """Policy version: optimiser steps done."""
+        return int(self.trainer.global_step) if self._trainer is not None else 0
+
+    def configure_model(self) -> None:
+        """Build policy and draft; called by Lightning inside the strategy's context, on fit and on validate."""
+        if self.policy is not None:
+            return
+        if not self.trains_policy and not has_weights(self.source.path):
+            raise ConfigError(
+                "a frozen policy needs weights",
+                found=f"{self.source.path} has a config.json but no safetensors",
+                needed="a folder with weights",
+                key="model.policy.path",
+            )
+        policy = policy_from_folder(self.source.path, seed=self.source.init_seed, **self.source.megatron_options())
+        policy.requires_grad_(self.trains_policy)
+        self.policy = policy
+        if self.draft is not None:
+            self.draft.build(self.shape, dtype=torch.float32)
+            self.draft.init_from_policy(head_weight(policy), embedding_weight(policy))
+            self.draft.requires_grad_(self.trains_draft)
+
+    def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
+        """Never reached: the strategy runs the whole step. Lightning wants the method to exist."""
+        raise self._needs_megatron()
+
+    def validation_step(self, batch: StepBatch, batch_idx: int) -> None:
+        """Never reached, as `training_step`."""
+        raise self._needs_megatron()
+
+    def _needs_megatron(self) -> ConfigError:
+        return ConfigError(
+            "this strategy cannot train the module",
+            found=type(self.trainer.strategy).__name__,
+            needed="class_path: strategies.MegatronStrategy",
+            key="trainer.strategy",
+        )
+
+    def configure_optimizers(self) -> Any:
+        make = getattr(self.trainer.strategy, "make_optimizer", None)
+        if make is None:
+            raise self._needs_megatron()
+        return make(policy=self.policy_optim, draft=self.draft_optim, total_steps=max(1, int(self.trainer.max_steps)))
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What a checkpoint must have in common with the run that loads it."""
+        shape = {
+            name: getattr(self.shape, name)
+            for name in (
+                "model_type",
+                "vocab_size",
+                "hidden_size",
+                "num_layers",
+                "num_heads",
+                "num_kv_heads",
+                "head_dim",
+            )
+        }
+        draft = self.draft.fingerprint() if self.draft is not None else None
+        return {"policy": shape, "draft": draft}
+
+    # ---- what the strategy calls ------------------------------------------------------------------------------------
+
+    def micro_batches(self, batch: StepBatch, token_budget: int) -> list[PackedBatch]:
+        return pack(batch.rollouts, token_budget)
+
+    def counts(self, micro: Sequence[PackedBatch]) -> dict[str, Tensor]:
+        """Local sums of the step that become global normalisers. Every rank returns the same keys, also for no data."""
+        totals: dict[str, Tensor] = {}
+        for one in micro or [pack_documents([], [])]:
+            found: dict[str, Tensor] = {}
+            if self.policy_loss is not None:
+                found |= self.policy_loss.counts(one.loss_mask, one.document)
+            if self.draft is not None:
+                found |= self.draft.counts(one)
+            for name, value in found.items():
+                value = value.detach().to("cpu", torch.float64)
+                totals[name] = totals[name] + value if name in totals else value
+        return totals
+
+    def micro_step(
+        self, policy: nn.Module, draft: nn.Module | None, micro: PackedBatch, totals: dict[str, Tensor]
+    ) -> MicroOutput:
+        """Forward of one micro-batch: policy with taps, policy loss, draft passes on detached features, draft loss."""
+        assert self.policy is not None
+        metrics = MetricBag()
+        # One recorder a micro-batch: its hooks are gone before anything else runs the policy.
+        recorder = TapRecorder(self.policy, self.draft.aux_layer_ids) if self.draft is not None else None
+        with recorder or nullcontext(), torch.set_grad_enabled(self.trains_policy and torch.is_grad_enabled()):
+            hidden = policy(micro.tokens, micro.positions, micro.lengths)
+            taps = recorder.take() if recorder is not None else None
+        loss = hidden.new_zeros((), dtype=torch.float32)
+        if self.policy_loss is not None:
+            loss = loss + self._policy_term(hidden, micro, totals, metrics)
+        if self.draft is not None and taps is not None:
+            with torch.set_grad_enabled(self.trains_draft and torch.is_grad_enabled()):
+                inputs = DraftInputs(
+                    features=taps.features,
+                    embeddings=taps.embeddings,
+                    hidden=hidden.detach(),
+                    tokens=micro.tokens,
+                    positions=micro.positions,
+                    lengths=micro.lengths,
+                    sampled=micro.sampled,
+                    stop=micro.stop,
+                    policy_head=head_weight(self.policy).detach(),
+                    policy_embedding=embedding_weight(self.policy).detach(),
+                )
+                out = (draft if draft is not None else self.draft)(inputs, self.draft_loss, totals)
+            for name, (num, den, reduction) in out.metrics.items():
+                metrics.add(name, num, den, reduction)
+            if self.trains_draft:
+                loss = loss + out.loss.to(loss.dtype)
+        return MicroOutput(loss, metrics)
+
+    def _policy_term(self, hidden: Tensor, micro: PackedBatch, totals: dict[str, Tensor], metrics: MetricBag) -> Tensor:
+        assert self.policy is not None
+        assert self.policy_loss is not None
+        logprobs, entropy = self._logprobs(hidden, micro, entropy=self.policy_loss.needs_entropy)
+        out = self.policy_loss(
+            logprobs,
+            mask=micro.loss_mask,
+            document=micro.document,
+            advantages=micro.advantages,
+            engine_logprobs=micro.engine_logprobs,
+            old_logprobs=micro.old_logprobs,
+            ref_logprobs=micro.ref_logprobs,
+            entropy=entropy,
+            totals=totals,
+        )
+        for name, (num, den, reduction) in out.metrics.items():
+            metrics.add(name, num, den, reduction)
+        return out.loss.to(torch.float32)
+
+    def _logprobs(self, hidden: Tensor, micro: PackedBatch, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        assert self.policy is not None
+        labels = torch.where(micro.loss_mask, micro.labels, torch.full_like(micro.labels, -1))
+        return linear_logprobs(
+            hidden,
+            head_weight(self.policy),
+            labels,
+            temperature=self.policy_loss.temperature if self.policy_loss is not None else self.temperature,
+            chunk=self.logprob_chunk,
+            entropy=entropy,
+        )
+
+    @torch.no_grad()
+    def score(self, policy: nn.Module, micro: PackedBatch) -> Tensor:
+        """Row-aligned log-probs of the sampled tokens [T] at the sampling temperature, without a graph."""
+        return self._logprobs(policy(micro.tokens, micro.positions, micro.lengths), micro, entropy=False)[0]
+
+    def step_done(self, metrics: MetricBag, batch: StepBatch) -> None:
+        """Log one optimiser step; `metrics` is reduced over the data-parallel ranks and holds the batch's own too."""
+        values: dict[str, Any] = metrics.values()
+        # Lightning's own step counter is 0-based in the logger and 1-based in file names; this forces one meaning.
+        values["step"] = float(self.trainer.global_step + 1)
+        self.log_dict(values, on_step=True, on_epoch=False, batch_size=max(1, len(batch.rollouts)), rank_zero_only=True)
+
+    def validation_done(self, metrics: MetricBag) -> None:
+        """Collect one validation batch; `metrics` is reduced over the data-parallel ranks."""
+        self._validation.update(metrics)
+
+    def on_validation_epoch_start(self) -> None:
+        self._validation = MetricBag()
+
+    def on_validation_epoch_end(self) -> None:
+        values: dict[str, Any] = {
+            name if name.startswith("val/") else f"val/{name}": value
+            for name, value in self._validation.values().items()
+        }
+        values["step"] = float(self.trainer.global_step)
+        self.log_dict(values, on_step=False, on_epoch=True, batch_size=1, rank_zero_only=True)
+
+    # ---- log-probs of the weights that sampled, and of the reference ------------------------------------------------
+
+    def prepare_rollouts(self, batches: list[StepBatch], updates_per_rollout: int) -> list[StepBatch]:
+        """Attach the trainer's own log-probs at rollout weights, and the reference policy's, where the loss needs them.
+
+        With one update per rollout phase the first are the current log-probs themselves, and nothing is computed.
+        """
+        loss = self.policy_loss
+        if loss is None or not loss.needs_old:
+            return batches
+        if updates_per_rollout > 1:
+            batches = [self._with_scores(b, "old_logprobs") for b in batches]
+        if loss.needs_reference:
+            with self.reference_weights():
+                batches = [self._with_scores(b, "ref_logprobs") for b in batches]
+        return batches
+
+    def _with_scores(self, batch: StepBatch, name: str) -> StepBatch:
+        scores: list[tuple[float, ...]] = [()] * len(batch.rollouts)
+        for micro, logprobs in self.trainer.strategy.score(self, batch):  # type: ignore[attr-defined]
+            start = 0
+            for length, index in zip(micro.lengths, micro.rollout_index, strict=True):
+                rollout = batch.rollouts[index]
+                first = start + len(rollout.prompt.tokens) - 1
+                count = len(rollout.completion.tokens)
+                row = logprobs[max(first, start) : first + count].tolist()
+                scores[index] = tuple([0.0] * (count - len(row)) + row)
+                start += length
+        rollouts: list[Rollout] = [
+            replace(rollout, **{name: values})  # type: ignore[arg-type]
+            for rollout, values in zip(batch.rollouts, scores, strict=True)
+        ]
+        return StepBatch(rollouts, batch.metrics, batch.version)
+
+    @contextmanager
+    def reference_weights(self) -> Iterator[None]:
+        """Inside, the policy holds the weights that the run started from (`model.policy.path`)."""
+        assert self.policy is not None
+        live = {name: tensor.detach().clone() for name, tensor in self.policy.named_parameters()}
+        reference = policy_from_folder(self.source.path, seed=self.source.init_seed)
+        try:
+            with torch.no_grad():
+                for (_, mine), (_, theirs) in zip(
+                    self.policy.named_parameters(), reference.named_parameters(), strict=True
+                ):
+                    mine.copy_(theirs)
+            del reference
+            yield
+        finally:
+            with torch.no_grad():
+                for name, tensor in self.policy.named_parameters():
+                    tensor.copy_(live[name])
+
+    # ---- weights out ------------------------------------------------------------------------------------------------
+
+    def policy_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The policy's tensors under Hugging Face names, one at a time."""
+        assert self.policy is not None
+        return hf_tensors(self.policy)
+
+    def draft_tensors(self) -> Iterator[tuple[str, Tensor]] | None:
+        """The draft's tensors under the engine's names, or None without a draft."""
+        return self.draft.engine_tensors() if self.draft is not None else None
+
+    def export_policy(self, folder: str | Path) -> Path:
+        assert self.policy is not None
+        export_policy(self.policy, folder, self.shape, tokenizer_from=self.source.path)
+        return Path(folder)
+
+    def export_draft(self, folder: str | Path) -> Path | None:
+        return self.draft.export(folder) if self.draft is not None else None

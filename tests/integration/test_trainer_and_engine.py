@@ -1,0 +1,116 @@
+"""The draft that training scores is the draft that vLLM runs, and the engine's log-probs are the trainer's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_spec.batch import Completion, Prompt, Rollout, pack_documents
+from lightning_spec.data import PromptData
+from lightning_spec.draft import Eagle3
+from lightning_spec.draft.validity import pass_depth
+from lightning_spec.loss import SoftCrossEntropy, SupervisedLoss
+from lightning_spec.module import PolicySource, SpecGRPO
+from lightning_spec.optim import OptimConfig
+from lightning_spec.parallel.cpu_stand_in import cpu_stand_in
+from lightning_spec.rollout.engine import EngineFiles, Request, Sampling
+from lightning_spec.rollout.speculation import Speculation
+from lightning_spec.rollout.vllm import VLLMEngine
+from tests.integration.conftest import Pair, sums, trainer
+
+K = 3
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+
+
+class Spy(SoftCrossEntropy):
+    """The draft loss, with each pass's per-row agreement kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.agree: list[Tensor] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().__call__(*args, **kwargs)
+        self.agree.append(out.agree)
+        return out
+
+
+def replay(agree: Tensor, depth: Tensor, first: int, end: int) -> list[list[bool]]:
+    """Walk one greedy completion as the engine does: verify K proposals, emit those accepted and one more.
+
+    `agree[t, i]`: at anchor row t, proposal i equals the policy's choice. Rows first..end-1 can be anchors.
+    """
+    steps, t = [], first
+    while t < end:
+        run = []
+        for i in range(K):
+            run.append(bool(agree[t, i]) and all(run) if i < int(depth[t]) else False)
+        steps.append(run)
+        t += 1 + sum(run)
+    return steps
+
+
+@pytest.fixture(scope="module")
+def rollouts(pair: Pair) -> tuple[SpecGRPO, list[Rollout], Any]:
+    """Greedy completions of held-out prompts by vLLM with the trained draft, its counters, and the trainer's module."""
+    data = PromptData(tokenizer=str(pair.start), source=sums(0), validation=sums(10_000_000), validation_size=48)
+    data.setup()
+    prompts: list[Prompt] = data.validation_prompts()
+    engine = VLLMEngine(Speculation("eagle3", K), max_num_seqs=32, max_model_len=256)
+    with engine:
+        engine.start(EngineFiles(pair.policy, pair.draft))
+        # No stop tokens: vLLM's counters go on past a stop inside an accepted draft, where there are no tokens to compare.
+        greedy = Sampling(temperature=0.0, max_tokens=160)
+        done: list[Completion] = engine.generate([Request(p.tokens) for p in prompts], greedy)
+        stats = engine.stats()
+    module = SpecGRPO(
+        PolicySource(str(pair.policy)),
+        SupervisedLoss(),
+        OptimConfig(lr=1e-30),
+        Eagle3(path=str(pair.draft), num_passes=K),
+        Spy(),
+        OptimConfig(lr=1e-30),
+    )
+    one = PromptData(tokenizer=str(pair.start), source=sums(0), mode="worked", prompts_per_step=1, validation_size=0)
+    trainer(1).fit(module, one)
+    return module, [Rollout(p, c, p.uid) for p, c in zip(prompts, done, strict=True)], stats
+
+
+def test_agreement_in_training_predicts_acceptance_in_vllm(rollouts: tuple[SpecGRPO, list[Rollout], Any]) -> None:
+    """Per position, on the same tokens, within 0.02; and acceptance is high enough for that to mean something."""
+    module, done, stats = rollouts
+    batch = pack_documents(done, range(len(done)))
+    spy = module.draft_loss
+    assert isinstance(spy, Spy)
+    spy.agree.clear()
+    with cpu_stand_in(), torch.no_grad():
+        module.micro_step(module.policy, module.draft, batch, {**module.counts([batch])})  # type: ignore[arg-type]
+    depth = pass_depth(batch.positions, batch.sampled, batch.stop, K, 256)
+    agree = torch.zeros(len(batch.tokens), K, dtype=torch.bool)
+    for i, rows in enumerate(spy.agree):
+        agree[depth > i, i] = rows
+    steps: list[list[bool]] = []
+    start = 0
+    for rollout, length in zip(done, batch.lengths, strict=True):
+        first = start + len(rollout.prompt.tokens) - 1
+        steps += replay(agree, depth, first, start + length - 2)
+        start += length
+    predicted = torch.tensor(steps, dtype=torch.float64).mean(0)
+    measured = torch.tensor(stats.acceptance_by_position, dtype=torch.float64)
+    assert measured[0] > 0.5, measured
+    assert (predicted - measured).abs().max() < 0.02, (predicted, measured, len(steps), stats)
+
+
+def test_engine_log_probs_equal_the_trainers(rollouts: tuple[SpecGRPO, list[Rollout], Any]) -> None:
+    """CASES E2: with speculation, within 1e-3."""
+    module, done, _ = rollouts
+    batch = pack_documents(done, range(len(done)))
+    with cpu_stand_in():
+        assert module.policy is not None
+        scored = module.score(module.policy, batch)
+    gap = (scored - batch.engine_logprobs)[batch.loss_mask].abs().max()
+    assert int(batch.loss_mask.sum()) > 500
+    assert float(gap) < 1e-3
