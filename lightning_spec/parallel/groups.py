@@ -1,0 +1,186 @@
+"""Process groups: the world, and how Megatron cuts it into tensor, pipeline, context, expert and data parallel ranks.
+
+Everything else asks here for the data-parallel group; nothing outside `parallel/` touches Megatron's group state.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_spec.errors import ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelSizes:
+    """How many ways each axis is split; the data-parallel size is what remains of the world.
+
+    `virtual_pipeline` is the number of model chunks per pipeline stage.
+    """
+
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    virtual_pipeline: int = 1
+    context_parallel: int = 1
+    expert_parallel: int = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"bad {field.name}", found=value, needed="a positive integer", key=_key(field.name))
+            # Each axis is accepted when its part of the code exists; until then nothing is silently ignored.
+            if value > 1:
+                raise ConfigError(
+                    f"{field.name} is not supported yet",
+                    found=value,
+                    needed="1 (use data parallelism)",
+                    key=_key(field.name),
+                )
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that hold one replica of the model."""
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
+
+    def data_parallel(self, world_size: int) -> int:
+        if world_size % self.model_ranks:
+            raise ConfigError(
+                "the world does not divide into model replicas",
+                found=f"{world_size} processes",
+                needed=f"a multiple of tensor x pipeline x context = {self.model_ranks}",
+                key="trainer.devices",
+            )
+        return world_size // self.model_ranks
+
+
+def _key(name: str) -> str:
+    return f"trainer.strategy.init_args.{name}"
+
+
+_sizes: ParallelSizes | None = None
+
+
+def start_single_process_world(timeout_s: float) -> None:
+    """A world of one process that opens no network port and sets no environment variable (Megatron needs a world)."""
+    if not dist.is_initialized():
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=timeout_s)
+        )
+
+
+def initialise_groups(sizes: ParallelSizes, *, timeout_s: float) -> None:
+    """Create Megatron's groups on an initialised world, once; a second call with the same sizes does nothing.
+
+    Collective: all ranks call it, in the same order.
+
+    Raises:
+        ConfigError: the groups exist with other sizes (one process cannot hold two layouts).
+    """
+    from megatron.core import parallel_state, tensor_parallel
+
+    global _sizes
+    sizes.data_parallel(dist.get_world_size())
+    if parallel_state.model_parallel_is_initialized():
+        if _sizes not in (None, sizes):
+            raise ConfigError(
+                "another layout is already running in this process",
+                found=sizes,
+                needed=_sizes,
+                key=_key("tensor_parallel"),
+            )
+        return
+    on_gpu = dist.get_backend() == "nccl"
+    virtual = sizes.virtual_pipeline if sizes.virtual_pipeline > 1 else None
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=sizes.tensor_parallel,
+        pipeline_model_parallel_size=sizes.pipeline_parallel,
+        virtual_pipeline_model_parallel_size=virtual,
+        context_parallel_size=sizes.context_parallel,
+        expert_model_parallel_size=sizes.expert_parallel,
+        distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
+        # Counts and metrics are CPU tensors; under gloo the ordinary data group already carries them.
+        create_gloo_process_groups=on_gpu,
+    )
+    # On a CPU the tracker cannot fork a CUDA generator; Megatron's inference tracker is its official no-op.
+    tensor_parallel.model_parallel_cuda_manual_seed(1234, inference_rng_tracker=not on_gpu, force_reset_rng=True)
+    _sizes = sizes
+
+
+def destroy_groups() -> None:
+    """Undo `initialise_groups` and the world (tests; a run keeps its groups until the process ends)."""
+    from megatron.core import parallel_state
+
+    global _sizes
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _sizes = None
+
+
+def speaks_for_data_rank() -> bool:
+    """One rank of each model replica acts for its data-parallel rank (writes its files, logs its numbers)."""
+    from megatron.core import parallel_state
+
+    return (
+        parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.get_pipeline_model_parallel_rank() == 0
+        and parallel_state.get_context_parallel_rank() == 0
+    )
+
+
+class DataParallel:
+    """The ranks that split the data: their number, this rank's place, and the reductions over them."""
+
+    def __init__(self) -> None:
+        from megatron.core import parallel_state
+
+        self.group = parallel_state.get_data_parallel_group()
+        # NCCL cannot carry CPU tensors; Megatron keeps a gloo twin of the group for them.
+        self.cpu_group = parallel_state.get_data_parallel_group_gloo() if dist.get_backend() == "nccl" else self.group
+        self.size: int = parallel_state.get_data_parallel_world_size()
+        self.rank: int = parallel_state.get_data_parallel_rank()
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, in rank order, on every rank. One collective, also where values differ in size."""
+        if self.size == 1:
+            return [value]
+        out: list[Any] = [None] * self.size
+        dist.all_gather_object(out, value, group=self.cpu_group)
+        return out
+
+    def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
+        """Reduce a CPU tensor over the data-parallel ranks, in place; returns it."""
+        if self.size > 1:
+            dist.all_reduce(tensor, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self.cpu_group)
+        return tensor
+
+    def sum(self, totals: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Sum named CPU tensors over the ranks, in rank order, so that every rank holds the same bits.
+
+        Raises:
+            ValueError: the ranks hold different names (every rank raises; none hangs).
+        """
+        parts = self.gather({name: value.detach().to("cpu", torch.float64) for name, value in totals.items()})
+        names = sorted(totals)
+        if any(sorted(part) != names for part in parts):
+            raise ValueError(f"data-parallel ranks count different things: {[sorted(part) for part in parts]}")
+        return {name: torch.stack([part[name] for part in parts]).sum(0) for name in names}
+
+    @torch.no_grad()
+    def broadcast_module(self, module: nn.Module) -> None:
+        """Give every data-parallel rank the first rank's parameters and buffers."""
+        if self.size == 1:
+            return
+        source = dist.get_global_rank(self.group, 0)
+        for tensor in [*module.parameters(), *module.buffers()]:
+            dist.broadcast(tensor.data, source, group=self.group)
