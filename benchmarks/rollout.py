@@ -1,0 +1,140 @@
+"""Rollout speed with and without speculation: two vLLM engines, the same policy, prompts, seeds and sampling.
+
+The engines take turns within one run and medians are compared, because timings of a shared machine drift. Greedy
+outputs of both are compared token for token on the way (CASES.md E1).
+
+    python -m benchmarks.rollout --policy runs/demo/grpo/export/policy --draft runs/demo/grpo/export/draft \
+        --prompts prompts.json --json runs/bench/rollout.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_spec.batch import SpecStats
+from lightning_spec.rollout.engine import EngineFiles, Request, Sampling
+from lightning_spec.rollout.speculation import Speculation
+from lightning_spec.rollout.vllm import VLLMEngine
+
+
+def measure(
+    files: EngineFiles,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    speculation: Speculation,
+    batch_sizes: Sequence[int] = (1, 8, 32),
+    rounds: int = 5,
+    min_tokens: int = 300,
+) -> dict[str, Any]:
+    """Tokens/s of both engines by batch size, interleaved.
+
+    Args:
+        files: policy and draft folders.
+        prompts: token ids; a batch of size b runs b of them at a time.
+        sampling: shared by both engines; request i of a round has the same seed in both.
+        speculation: settings of the speculative engine.
+        batch_sizes: requests that run together.
+        rounds: measurements of each engine at each size; one more is run first and dropped.
+        min_tokens: batches are repeated within a round until about this many tokens were sampled at batch 1.
+
+    Returns:
+        by batch size: tokens/s of both (medians), their ratio (median of the rounds' ratios), acceptance length.
+    """
+    plain, fast = VLLMEngine(max_num_seqs=max(batch_sizes)), VLLMEngine(speculation, max_num_seqs=max(batch_sizes))
+    rows: dict[str, Any] = {}
+    with plain, fast:
+        plain.start(EngineFiles(files.policy))
+        fast.start(files)
+        same = _greedy_equal(plain, fast, prompts[: max(batch_sizes)], sampling)
+        for size in batch_sizes:
+            repeats = max(1, min_tokens // (size * sampling.max_tokens // 2))
+            pairs: list[tuple[float, float]] = []
+            spec = SpecStats()
+            for number in range(rounds + 1):
+                seconds = {"plain": 0.0, "fast": 0.0}
+                tokens = {"plain": 0, "fast": 0}
+                for repeat in range(repeats):
+                    batch = [prompts[(repeat * size + i) % len(prompts)] for i in range(size)]
+                    requests = [Request(tuple(p), seed=1000 * number + 10 * repeat + i) for i, p in enumerate(batch)]
+                    # The order alternates, so that neither engine always runs on a warm or a tired machine.
+                    order = (("plain", plain), ("fast", fast))
+                    for name, engine in order if (number + repeat) % 2 else order[::-1]:
+                        engine.generate(requests, sampling)
+                        seconds[name] += engine.last.seconds
+                        tokens[name] += engine.last.tokens
+                        if name == "fast" and number:
+                            spec += engine.last.spec
+                if number:
+                    pairs.append((tokens["plain"] / seconds["plain"], tokens["fast"] / seconds["fast"]))
+            rows[str(size)] = {
+                "tokens_per_second_plain": statistics.median(p for p, _ in pairs),
+                "tokens_per_second_speculative": statistics.median(f for _, f in pairs),
+                "ratio": statistics.median(f / p for p, f in pairs),
+                "ratio_range": [min(f / p for p, f in pairs), max(f / p for p, f in pairs)],
+                "acceptance_length": spec.acceptance_length,
+                "rounds": rounds,
+            }
+            row = rows[str(size)]
+            print(
+                f"batch {size:>3}: {row['tokens_per_second_plain']:7.0f} -> "
+                f"{row['tokens_per_second_speculative']:7.0f} tokens/s, x{row['ratio']:.2f}, "
+                f"acceptance length {row['acceptance_length']:.2f}",
+                flush=True,
+            )
+    return {
+        "by_batch_size": rows,
+        "greedy_equal": same,
+        "num_speculative_tokens": speculation.num_speculative_tokens,
+        "by_batch_size_k": speculation.by_batch_size,
+        "temperature": sampling.temperature,
+        "machine": f"{platform.machine()}, {platform.platform()}, Python {sys.version.split()[0]}",
+    }
+
+
+def _greedy_equal(
+    plain: VLLMEngine, fast: VLLMEngine, prompts: Sequence[Sequence[int]], sampling: Sampling
+) -> dict[str, int]:
+    greedy = Sampling(temperature=0.0, max_tokens=sampling.max_tokens, stop_token_ids=sampling.stop_token_ids)
+    requests = [Request(tuple(p)) for p in prompts]
+    pairs = list(zip(plain.generate(requests, greedy), fast.generate(requests, greedy), strict=True))
+    return {"equal": sum(a.tokens == b.tokens for a, b in pairs), "of": len(pairs)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policy", type=Path, required=True, help="Hugging Face folder")
+    parser.add_argument("--draft", type=Path, help="draft folder in vLLM's format (method eagle3)")
+    parser.add_argument("--method", default="eagle3")
+    parser.add_argument("--k", type=int, default=3, help="proposals per verification step")
+    parser.add_argument("--by-batch-size", type=json.loads, help="rows [[first, last, k], ...]")
+    parser.add_argument("--prompts", type=Path, required=True, help="JSON: a list of lists of token ids")
+    parser.add_argument("--stop", type=int, nargs="*", default=[2], help="token ids that end a completion")
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="3 rounds")
+    parser.add_argument("--json", type=Path, help="where the result goes")
+    args = parser.parse_args()
+    result = measure(
+        EngineFiles(args.policy, args.draft),
+        json.loads(args.prompts.read_text()),
+        Sampling(temperature=args.temperature, max_tokens=args.max_tokens, stop_token_ids=tuple(args.stop)),
+        Speculation(args.method, args.k, args.by_batch_size),
+        args.batch_sizes,
+        3 if args.quick else args.rounds,
+    )
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()
