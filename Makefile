@@ -11,7 +11,7 @@ ARGS ?=
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup demo test test-slow lint bench gpu-check clean
+.PHONY: help setup demo test test-slow lint bench clean
 
 help: ## show the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -46,8 +46,7 @@ lint: $(STAMP) ## ruff, mypy and the floors of the house
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
-bench: $(STAMP) ## all benchmarks, JSON into runs/bench
-	@mkdir -p runs/bench
+bench: $(STAMP) ## the benchmarks that need no trained model, JSON into runs/bench
 	$(PY) -m benchmarks.branch --json runs/bench/branch.json
 
 clean: ## remove .venv, runs and caches

@@ -97,10 +97,19 @@ def make_rollouts(
     ]
 
 
-def reward_metrics(rollouts: Sequence[Rollout], pass_reward: float) -> MetricBag:
-    """What a batch's rollouts say of themselves. The same names on every rank, also for a rank without rollouts."""
+def reward_metrics(rollouts: Sequence[Rollout], pass_reward: float | None) -> MetricBag:
+    """What a batch's rollouts say of themselves. The same names on every rank, also for a rank without rollouts.
+
+    Args:
+        pass_reward: rewards of at least this count as passed; None: nothing scored the rollouts.
+    """
     bag = MetricBag()
     n = len(rollouts)
+    bag.add("rollout/length", sum(len(r.completion.tokens) for r in rollouts), n)
+    bag.add("rollout/truncated", sum(r.completion.finish == "length" for r in rollouts), n)
+    bag.add("rollout/skipped", sum(not r.trained for r in rollouts), n)
+    if pass_reward is None:
+        return bag
     groups: dict[str, list[float]] = {}
     for rollout in rollouts:
         groups.setdefault(rollout.group, []).append(rollout.reward)
@@ -113,9 +122,6 @@ def reward_metrics(rollouts: Sequence[Rollout], pass_reward: float) -> MetricBag
     bag.add("advantage/abs_mean", sum(abs(r.advantage) for r in rollouts), n)
     bag.add("advantage/max", max((r.advantage for r in rollouts), default=float("-inf")), reduction="max")
     bag.add("rollout/flat_groups", sum(max(g) - min(g) <= 1e-9 for g in groups.values()), len(groups))
-    bag.add("rollout/length", sum(len(r.completion.tokens) for r in rollouts), n)
-    bag.add("rollout/truncated", sum(r.completion.finish == "length" for r in rollouts), n)
-    bag.add("rollout/skipped", sum(not r.trained for r in rollouts), n)
     return bag
 
 

@@ -39,7 +39,7 @@ from lightning_spec.rollout.rewards import Reward, score
 Progress = Callable[[str, int, int], None]
 """Called with (phase, done, of) while something long runs."""
 PAYS_FROM = 1.1
-"""Acceptance length below which drafting and verifying cost more than they save, on any machine measured."""
+"""Acceptance length below which a warning is given. It bounds the speed-up from above, and drafting is not free."""
 
 
 class RolloutCallback(pl.Callback):
@@ -151,6 +151,7 @@ class RolloutCallback(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.engine is None:
             return
+        self._check_lengths(trainer, pl_module)
         buffer = trainer.datamodule.buffer  # type: ignore[attr-defined]
         # Resuming from an epoch's last batch, Lightning starts the next epoch without `on_train_epoch_start`.
         buffer.refill = lambda: self.fill(trainer, pl_module)
@@ -163,6 +164,20 @@ class RolloutCallback(pl.Callback):
             draft.set_acceptance(self._acceptance)
         if self.validate_first and trainer.global_step == 0 and trainer.enable_validation:
             self._measure_start(trainer, pl_module)
+
+    def _check_lengths(self, trainer: pl.Trainer, module: Any) -> None:
+        """Refuse rollouts longer than the policy's or the draft's positions before any is made."""
+        longest = trainer.datamodule.max_prompt_tokens + self.sampling.max_tokens  # type: ignore[attr-defined]
+        shape = getattr(module, "shape", None)
+        if shape is not None and longest > shape.max_positions:
+            raise ConfigError(
+                "prompt and completion may be longer than the policy's positions",
+                found=f"data.max_prompt_tokens + rollout.sampling.max_tokens = {longest}",
+                needed=f"at most {shape.max_positions} (max_position_embeddings)",
+                key="rollout.sampling.max_tokens",
+            )
+        if module.draft is not None and serves_draft(self.engine):
+            module.draft.check_length(longest)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.engine is None or trainer.datamodule.buffer.remaining:  # type: ignore[attr-defined]
@@ -396,7 +411,7 @@ class RolloutCallback(pl.Callback):
         return make_rollouts(asks, completions, scored, advantages=self.advantages, overlong=self.overlong)
 
     def _reward_metrics(self, rollouts: Sequence[Rollout]) -> MetricBag:
-        return reward_metrics(rollouts, self.pass_reward)
+        return reward_metrics(rollouts, self.pass_reward if self.reward is not None else None)
 
     def _measure_start(self, trainer: pl.Trainer, module: Any) -> None:
         data = trainer.datamodule  # type: ignore[attr-defined]

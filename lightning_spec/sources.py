@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import random
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -215,13 +216,23 @@ class ReasoningGymPrompts(PromptSource):
         seed: of the generator. Tasks draw problem i from seed + i, so seeds closer than `size` share problems;
             `PromptData` keeps such shared problems out of training.
         worked: use our compact prompt and add a worked solution (tasks in `lightning_spec.worked`).
+        direct: share of the worked solutions that give the answer at once, without the steps. A policy that learnt from
+            both ways is right more often when it works the answer out, which a reward can teach it.
     """
 
     def __init__(
-        self, task: str, config: dict[str, Any] | None = None, size: int = 10_000, seed: int = 0, worked: bool = False
+        self,
+        task: str,
+        config: dict[str, Any] | None = None,
+        size: int = 10_000,
+        seed: int = 0,
+        worked: bool = False,
+        direct: float = 0.0,
     ) -> None:
+        if not 0.0 <= direct <= 1.0:
+            raise ConfigError("bad share", found=direct, needed="0 <= direct <= 1", key="data.source.direct")
         self.task, self.config, self.size, self.seed = task, dict(config or {}), size, seed
-        self.worked = worked
+        self.worked, self.direct = worked, direct
         self._data: Any = None
 
     def prepare(self) -> None:
@@ -253,7 +264,9 @@ class ReasoningGymPrompts(PromptSource):
         if not self.worked:
             return Example(uid, str(entry["question"]), task)
         render = WORKED_TASKS[self.task]
-        return Example(uid, render.prompt(entry), task, render.worked(entry))
+        # Drawn from the problem alone, so that an item is the same whenever it is asked for.
+        at_once = random.Random(f"direct/{uid}").random() < self.direct
+        return Example(uid, render.prompt(entry), task, render.direct(entry) if at_once else render.worked(entry))
 
 
 def procedural_dataset(task: str, config: dict[str, Any], size: int, seed: int) -> Any:

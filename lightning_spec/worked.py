@@ -31,7 +31,11 @@ class WorkedTask(ABC):
         return str(entry["answer"])
 
     def worked(self, entry: dict[str, Any]) -> str:
-        return f"{self.steps(entry)}{ANSWER_MARK}{self.answer(entry)}"
+        return f"{self.steps(entry)}{self.direct(entry)}"
+
+    def direct(self, entry: dict[str, Any]) -> str:
+        """The answer at once, without the steps."""
+        return f"{ANSWER_MARK}{self.answer(entry)}"
 
 
 class ChainSum(WorkedTask):

@@ -16,7 +16,8 @@ from lightning_spec.loss.aggregate import Aggregation, document_mean, document_s
 from lightning_spec.loss.kl import KLEstimator, k3, kl_estimate
 
 Level = Literal["token", "sequence"]
-Metrics = dict[str, tuple[Tensor, Tensor, str]]
+Reduction = Literal["mean", "sum", "max"]
+Metrics = dict[str, tuple[Tensor, Tensor, Reduction]]
 
 # |log ratio| beyond this is cut before exp: exp(20) is already far outside any clip range, and stays finite in float32.
 RATIO_CLAMP = 20.0
@@ -142,18 +143,18 @@ def _in_range(value: float | None, low: float, high: float, name: str, needed: s
         raise ConfigError(f"{name} is out of range", found=value, needed=needed, key=f"policy_loss.init_args.{name}")
 
 
-def _mean_over(values: Tensor) -> tuple[Tensor, Tensor, str]:
+def _mean_over(values: Tensor) -> tuple[Tensor, Tensor, Reduction]:
     values = values.detach().to(torch.float64)
     return values.sum(), torch.tensor(float(values.numel()), dtype=torch.float64), "mean"
 
 
-def _largest(values: Tensor) -> tuple[Tensor, Tensor, str]:
+def _largest(values: Tensor) -> tuple[Tensor, Tensor, Reduction]:
     values = values.detach().to(torch.float64)
     top = values.max() if values.numel() else values.new_zeros(())
     return top, torch.ones((), dtype=torch.float64), "max"
 
 
-def _total(value: Tensor) -> tuple[Tensor, Tensor, str]:
+def _total(value: Tensor) -> tuple[Tensor, Tensor, Reduction]:
     return value.detach().to(torch.float64), torch.ones((), dtype=torch.float64), "sum"
 
 

@@ -13,7 +13,7 @@ import torch
 from callbacks.rollout import RolloutCallback
 from lightning_spec.batch import Completion, SpecStats, StepBatch
 from lightning_spec.data import PromptData
-from lightning_spec.errors import EngineError
+from lightning_spec.errors import ConfigError, EngineError
 from lightning_spec.metrics import MetricBag
 from lightning_spec.rollout.engine import Engine, Generation, RefitReport, Sampling
 from lightning_spec.rollout.rewards import Reward
@@ -87,7 +87,15 @@ class FirstToken(Reward):
 
 
 class ToyDraft:
+    max_positions = 10_000
+
     def set_acceptance(self, by_position: Any) -> None: ...
+
+    def check_length(self, length: int) -> None:
+        if length > self.max_positions:
+            raise ConfigError(
+                "too few positions", found=self.max_positions, needed=length, key="model.draft.init_args.max_positions"
+            )
 
 
 class ToyModule(pl.LightningModule):

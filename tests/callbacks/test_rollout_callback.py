@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 
 from lightning_spec.errors import ConfigError, EngineError
@@ -163,3 +165,29 @@ def test_speculation_that_cannot_pay_is_said_once(make_run, monkeypatch):
     monkeypatch.setattr("callbacks.rollout.PAYS_FROM", 2.0)
     make_run(steps=3).fit()
     assert len(said) == 1
+
+
+def test_rollouts_longer_than_the_drafts_positions_are_refused_before_the_engine_starts(make_run):
+    """CASES B3: the engine would clamp the draft's positions without a word."""
+    run = make_run()
+    run.module.draft.max_positions = 100
+    with pytest.raises(ConfigError, match="too few positions"):
+        run.fit()
+    assert not any(event.startswith("start") for event in run.events)
+
+
+def test_rollouts_longer_than_the_policys_positions_are_refused(make_run):
+    run = make_run()
+    run.module.shape = types.SimpleNamespace(max_positions=100)
+    with pytest.raises(ConfigError, match=r"rollout\.sampling\.max_tokens") as caught:
+        run.fit()
+    assert "520" in str(caught.value)
+
+
+def test_without_a_reward_no_reward_is_logged(make_run):
+    run = make_run(reward=None)
+    run.module.trains_policy = False
+    run.fit()
+    names = set(dict(run.module.trained[0].metrics.items()))
+    assert "rollout/length" in names
+    assert not any(name.startswith(("reward", "advantage")) for name in names)

@@ -248,3 +248,17 @@ def test_lines_that_are_not_rollouts_are_refused_by_number(tmp_path, spoil):
     path.write_text("")
     with pytest.raises(ConfigError, match="no rollouts"):
         load_rollouts(path)
+
+
+def test_a_share_of_worked_answers_is_given_at_once_and_the_same_ones_each_time():
+    def texts(direct: float) -> list[str]:
+        source = ReasoningGymPrompts("chain_sum", {"max_digits": 1}, size=200, worked=True, direct=direct)
+        return [str(source.item(i).worked) for i in range(200)]
+
+    half = texts(0.5)
+    assert half == texts(0.5)
+    assert 70 < sum(text.startswith("#") for text in half) < 130
+    assert all(a.endswith(b) if b.startswith("#") else a == b for a, b in zip(texts(0.0), half, strict=True))
+    assert all(text.startswith("#") for text in texts(1.0))
+    with pytest.raises(ConfigError, match=r"data\.source\.direct"):
+        ReasoningGymPrompts("chain_sum", direct=1.5)

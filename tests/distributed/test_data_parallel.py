@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,43 +16,16 @@ sys.path.insert(0, str(HERE))
 sys.path.insert(0, str(HERE.parent / "strategies"))
 
 import dp_worker  # noqa: E402
+from launch import start  # noqa: E402
 
 # Starting is two imports of torch, Lightning and Megatron: a minute and more on a loaded host.
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 
-def start(folder: Path, world: int, timeout_s: float = 400) -> None:
-    """Run dp_worker.py on `world` processes; every process is gone when this returns."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = []
-    try:
-        for rank in range(world):
-            environment = {
-                **os.environ,
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "WORLD_SIZE": str(world),
-                "LOCAL_RANK": str(rank),
-                "NODE_RANK": "0",
-                "OMP_NUM_THREADS": "1",
-            }
-            log = open(folder / f"log-{rank}.txt", "w")  # noqa: SIM115
-            command = [sys.executable, "-W", "ignore", str(HERE / "dp_worker.py"), str(folder)]
-            processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-        for rank, process in enumerate(processes):
-            assert process.wait(timeout_s) == 0, (folder / f"log-{rank}.txt").read_text()[-3000:]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two")
-    start(folder, 2)
+    start(folder, 2, "dp_worker.py")
     return folder
 
 

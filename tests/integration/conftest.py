@@ -80,7 +80,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     root = tmp_path_factory.mktemp("pair")
     start = new_policy(root / "start")
     data = PromptData(
-        tokenizer=str(start), source=sums(0), mode="worked", prompts_per_step=32, validation_size=0, steps_per_epoch=10**6
+        tokenizer=str(start),
+        source=sums(0),
+        mode="worked",
+        prompts_per_step=32,
+        validation_size=0,
+        steps_per_epoch=10**6,
     )
     module = SpecGRPO(
         PolicySource(str(start)),

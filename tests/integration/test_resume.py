@@ -1,4 +1,4 @@
-"""Nothing is lost: kill -9 at a random moment, start again, and every step's metrics are those of the run that lived."""
+"""Nothing is lost: kill -9 at a random moment, start again, and every step's metrics are those of a run left alone."""
 
 from __future__ import annotations
 

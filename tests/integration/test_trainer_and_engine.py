@@ -62,7 +62,7 @@ def rollouts(pair: Pair) -> tuple[SpecGRPO, list[Rollout], Any]:
     engine = VLLMEngine(Speculation("eagle3", K), max_num_seqs=32, max_model_len=256)
     with engine:
         engine.start(EngineFiles(pair.policy, pair.draft))
-        # No stop tokens: vLLM's counters go on past a stop inside an accepted draft, where there are no tokens to compare.
+        # No stop tokens: vLLM's counters go on past a stop inside an accepted draft, and there are no tokens there.
         greedy = Sampling(temperature=0.0, max_tokens=160)
         done: list[Completion] = engine.generate([Request(p.tokens) for p in prompts], greedy)
         stats = engine.stats()
@@ -100,7 +100,7 @@ def test_agreement_in_training_predicts_acceptance_in_vllm(rollouts: tuple[SpecG
         start += length
     predicted = torch.tensor(steps, dtype=torch.float64).mean(0)
     measured = torch.tensor(stats.acceptance_by_position, dtype=torch.float64)
-    assert measured[0] > 0.5, measured
+    assert measured[0] > 0.3, measured
     assert (predicted - measured).abs().max() < 0.02, (predicted, measured, len(steps), stats)
 
 

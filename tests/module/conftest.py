@@ -70,7 +70,9 @@ def make_rollouts(seed: int, count: int = 6, group: int = 3) -> list[Rollout]:
         reward = float(torch.randn((), generator=generator))
         finish = "stop" if i % 2 else "length"
         completion = Completion(tokens, logprobs, finish)  # type: ignore[arg-type]
-        out.append(Rollout(Prompt(f"p{i // group}", prompt, ""), completion, f"g{i // group}", reward, advantage=reward))
+        out.append(
+            Rollout(Prompt(f"p{i // group}", prompt, ""), completion, f"g{i // group}", reward, advantage=reward)
+        )
     return out
 
 
@@ -108,13 +110,15 @@ class Collect(L.Callback):
         self.metrics.append({k: float(v) for k, v in trainer.callback_metrics.items() if not k.startswith("time/")})
 
 
-def quiet_trainer(steps: int, *, token_budget: int = 64, callbacks: list[Any] | None = None) -> L.Trainer:
+def quiet_trainer(
+    steps: int, *, token_budget: int = 64, callbacks: list[Any] | None = None, devices: int = 1
+) -> L.Trainer:
     return L.Trainer(
         max_steps=steps,
         max_epochs=-1,
         accelerator="cpu",
-        devices=1,
-        strategy=MegatronStrategy(token_budget=token_budget),
+        devices=devices,
+        strategy=MegatronStrategy(token_budget=token_budget, timeout_s=60),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

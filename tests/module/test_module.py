@@ -29,7 +29,9 @@ def policy_weights(module: SpecGRPO) -> dict[str, torch.Tensor]:
         pytest.param({"draft": None, "draft_optim": None}, id="no draft"),
         pytest.param({"draft_optim": None}, id="frozen draft"),
         pytest.param({"draft": Eagle3(num_passes=2, num_layers=2, own_head=True)}, id="another draft"),
-        pytest.param({"draft_loss": TotalVariation(), "draft_optim": OptimConfig(lr=1.0, clip_norm=0)}, id="wild draft"),
+        pytest.param(
+            {"draft_loss": TotalVariation(), "draft_optim": OptimConfig(lr=1.0, clip_norm=0)}, id="wild draft"
+        ),
     ],
 )
 def test_policy_is_bit_identical_after_five_steps_whatever_the_draft_does(train: Train, other: dict[str, Any]) -> None:
@@ -75,7 +77,9 @@ def test_the_draft_of_a_frozen_policy_learns_and_the_policy_stays(train: Train, 
     frozen = {"policy": PolicySource(str(weighted_folder)), "policy_loss": None, "policy_optim": None}
     module, collect = train(3, **frozen)
     again, _ = train(1, **frozen)
-    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(module.policy_tensors(), again.policy_tensors(), strict=True))
+    assert all(
+        torch.equal(a, b) for (_, a), (_, b) in zip(module.policy_tensors(), again.policy_tensors(), strict=True)
+    )
     assert collect.metrics[-1]["draft/grad_norm"] > 0
     assert not any(name.startswith("policy/grad") for name in collect.metrics[-1])
 
@@ -101,9 +105,7 @@ def test_clip_factors_of_policy_and_draft_ignore_each_other(train: Train, weight
     assert both.metrics[0]["draft/grad_norm"] == pytest.approx(frozen.metrics[0]["draft/grad_norm"], rel=1e-5)
 
 
-def test_temperature_of_the_sampling_is_in_every_log_prob(
-    make_module: Callable[..., SpecGRPO], tmp_path: Path
-) -> None:
+def test_temperature_of_the_sampling_is_in_every_log_prob(make_module: Callable[..., SpecGRPO], tmp_path: Path) -> None:
     """CASES A10: log-probs at temperature 0.7 equal log_softmax(logits / 0.7) of transformers."""
     from transformers import AutoModelForCausalLM
 
@@ -130,9 +132,7 @@ def test_the_ratio_uses_the_weights_that_sampled_when_a_phase_has_several_update
     """CASES F3: with recorded old log-probs the ratio of a later update is not 1."""
     from dataclasses import replace
 
-    rollouts = [
-        replace(r, old_logprobs=tuple(x - 0.5 for x in r.completion.logprobs)) for r in make_rollouts(0)
-    ]
+    rollouts = [replace(r, old_logprobs=tuple(x - 0.5 for x in r.completion.logprobs)) for r in make_rollouts(0)]
     _, collect = train(1, batches=[StepBatch(rollouts)])
     _, plain = train(1, batches=[StepBatch(make_rollouts(0))])
     assert plain.metrics[0]["policy/ratio"] == 1.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from lightning_spec.parallel.cpu_stand_in import cpu_stand_in
+from lightning_spec.parallel.groups import ParallelSizes, initialise_groups, start_single_process_world
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -58,18 +58,12 @@ LENGTHS = [7, 1, 12, 5]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def megatron(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Process groups of one gloo process, and the CPU as Megatron's device."""
-    from megatron.core import parallel_state
-
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = torch.distributed.FileStore(str(tmp_path_factory.mktemp("gloo") / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+def megatron() -> Iterator[None]:
+    """Process groups of one gloo process, and the CPU as Megatron's device. The groups stay, as in a run."""
+    start_single_process_world(60)
     with cpu_stand_in():
-        parallel_state.initialize_model_parallel()
+        initialise_groups(ParallelSizes(1, 1, 1, 1, 1), timeout_s=60)
         yield
-        parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture

@@ -1,0 +1,40 @@
+"""Starts worker processes that form one gloo world, with a bound, and leaves none behind."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def start(folder: Path, world: int, script: str, *arguments: str, timeout_s: float = 400) -> None:
+    """Run `script FOLDER ARGUMENTS...` on `world` processes; every process is gone when this returns."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = []
+    try:
+        for rank in range(world):
+            environment = {
+                **os.environ,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "WORLD_SIZE": str(world),
+                "LOCAL_RANK": str(rank),
+                "NODE_RANK": "0",
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(HERE.parents[1]),
+            }
+            log = open(folder / f"log-{rank}.txt", "w")  # noqa: SIM115
+            command = [sys.executable, "-W", "ignore", str(HERE / script), str(folder), *arguments]
+            processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+        for rank, process in enumerate(processes):
+            assert process.wait(timeout_s) == 0, (folder / f"log-{rank}.txt").read_text()[-3000:]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
