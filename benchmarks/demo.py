@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import shutil
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from lightning_spec.rollout.process import cpu_environment
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CONFIGS = REPOSITORY / "configs" / "experiment"
@@ -46,21 +50,21 @@ def stages(root: Path, extra: list[str]) -> list[Stage]:
         Stage(
             "sft",
             "train the policy from scratch on worked sums (supervised)",
-            3.5,
+            3.0,
             root / "sft" / "export" / "policy" / "config.json",
             fit("sft"),
         ),
         Stage(
             "distill",
-            "train the EAGLE-3 draft on the frozen policy's own rollouts",
-            1.5,
+            "train the EAGLE-3 draft to the frozen policy's distribution (offline distillation)",
+            0.8,
             root / "distill" / "export" / "draft" / "config.json",
             fit("distill"),
         ),
         Stage(
             "grpo",
             "GRPO with speculative rollouts; policy and draft are trained and refitted at every step",
-            4.5,
+            4.0,
             export / "draft" / "config.json",
             fit("grpo"),
         ),
@@ -77,11 +81,15 @@ def stages(root: Path, extra: list[str]) -> list[Stage]:
 
 def lightning_spec(*arguments: str) -> None:
     """Run the `lightning-spec` command; its exit code ends the demo."""
-    subprocess.run([sys.executable, "-m", "lightning_spec.cli", *arguments], check=True, cwd=Path.cwd())
+    # The engine's OpenMP and allocator make the trainer's small operations a tenth faster too.
+    preload = {name: value for name, value in cpu_environment([0]).items() if name == "LD_PRELOAD"}
+    command = [sys.executable, "-m", "lightning_spec.cli", *arguments]
+    subprocess.run(command, check=True, cwd=Path.cwd(), env={**os.environ, **preload})
 
 
 def init(root: Path) -> None:
     """Folder of a new policy: config.json without weights, and a tokenizer."""
+    warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex).*")
     from lightning_spec.policy.config import new_policy_config
     from lightning_spec.tokenizer import char_tokenizer
 

@@ -7,7 +7,7 @@ alone (CASES.md G5).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -83,34 +83,3 @@ class MetricBag:
 
     def values(self) -> dict[str, float]:
         return {name: metric.value for name, metric in sorted(self._items.items())}
-
-    def reduce(self, all_reduce: Callable[[Tensor, Literal["sum", "max"]], Tensor]) -> MetricBag:
-        """Reduce over ranks: one all-reduce for sums, one for maxima, keys sorted and therefore equal everywhere.
-
-        Args:
-            all_reduce: reduces a float64 tensor over the ranks that split the data and returns it.
-
-        Raises:
-            ValueError: the ranks hold different metric names (checked by a hash, so nobody hangs or averages
-                unrelated numbers).
-        """
-        names = sorted(self._items)
-        signature = sum((i + 1) * (sum(name.encode()) + len(name) * 7919) for i, name in enumerate(names)) % (1 << 40)
-        largest = all_reduce(torch.tensor([float(signature), -float(signature)], dtype=torch.float64), "max")
-        if float(largest[0]) != -float(largest[1]):
-            raise ValueError(f"ranks log different metrics; this one has {names}")
-        summed = [n for n in names if self._items[n].reduction in ("mean", "sum")]
-        maxed = [n for n in names if self._items[n].reduction == "max"]
-        out = MetricBag()
-        if summed:
-            pairs = torch.stack([torch.stack((self._items[n].num, self._items[n].den)) for n in summed])
-            for name, (num, den) in zip(summed, all_reduce(pairs, "sum"), strict=True):
-                out.add(name, num, den, self._items[name].reduction)
-        if maxed:
-            tops = torch.stack([self._items[n].num for n in maxed])
-            for name, num in zip(maxed, all_reduce(tops, "max"), strict=True):
-                out.add(name, num, 1.0, "max")
-        for name in names:
-            if self._items[name].reduction == "same":
-                out.add(name, self._items[name].num, 1.0, "same")
-        return out

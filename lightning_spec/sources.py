@@ -216,8 +216,8 @@ class ReasoningGymPrompts(PromptSource):
         seed: of the generator. Tasks draw problem i from seed + i, so seeds closer than `size` share problems;
             `PromptData` keeps such shared problems out of training.
         worked: use our compact prompt and add a worked solution (tasks in `lightning_spec.worked`).
-        direct: share of the worked solutions that give the answer at once, without the steps. A policy that learnt from
-            both ways is right more often when it works the answer out, which a reward can teach it.
+        flaws: share of the worked solutions whose answer is not what the steps lead to. A policy that learnt from them
+            answers carelessly, which a reward can mend; the verifier's answer stays right.
     """
 
     def __init__(
@@ -227,12 +227,12 @@ class ReasoningGymPrompts(PromptSource):
         size: int = 10_000,
         seed: int = 0,
         worked: bool = False,
-        direct: float = 0.0,
+        flaws: float = 0.0,
     ) -> None:
-        if not 0.0 <= direct <= 1.0:
-            raise ConfigError("bad share", found=direct, needed="0 <= direct <= 1", key="data.source.direct")
+        if not 0.0 <= flaws <= 1.0:
+            raise ConfigError("bad share", found=flaws, needed="0 <= flaws <= 1", key="data.source.flaws")
         self.task, self.config, self.size, self.seed = task, dict(config or {}), size, seed
-        self.worked, self.direct = worked, direct
+        self.worked, self.flaws = worked, flaws
         self._data: Any = None
 
     def prepare(self) -> None:
@@ -265,8 +265,9 @@ class ReasoningGymPrompts(PromptSource):
             return Example(uid, str(entry["question"]), task)
         render = WORKED_TASKS[self.task]
         # Drawn from the problem alone, so that an item is the same whenever it is asked for.
-        at_once = random.Random(f"direct/{uid}").random() < self.direct
-        return Example(uid, render.prompt(entry), task, render.direct(entry) if at_once else render.worked(entry))
+        rng = random.Random(f"flaws/{uid}")
+        worked = render.flawed(entry, rng) if rng.random() < self.flaws else render.worked(entry)
+        return Example(uid, render.prompt(entry), task, worked)
 
 
 def procedural_dataset(task: str, config: dict[str, Any], size: int, seed: int) -> Any:

@@ -6,8 +6,11 @@ final answer follows `#`, and reasoning-gym's own verifier scores it: our text i
 
 from __future__ import annotations
 
+import random
 from abc import ABC, abstractmethod
 from typing import Any
+
+from lightning_spec.errors import ConfigError
 
 ANSWER_MARK = "#"
 ANSWER_PATTERN = r"#([^#]*)$"
@@ -31,11 +34,24 @@ class WorkedTask(ABC):
         return str(entry["answer"])
 
     def worked(self, entry: dict[str, Any]) -> str:
-        return f"{self.steps(entry)}{self.direct(entry)}"
+        return f"{self.steps(entry)}{ANSWER_MARK}{self.answer(entry)}"
 
-    def direct(self, entry: dict[str, Any]) -> str:
-        """The answer at once, without the steps."""
-        return f"{ANSWER_MARK}{self.answer(entry)}"
+    def flawed(self, entry: dict[str, Any], rng: random.Random) -> str:
+        """Right steps, and an answer that is off by a little: what uncurated text is full of.
+
+        Raises:
+            ConfigError: the task's answers are not numbers.
+        """
+        try:
+            answer = int(self.answer(entry)) + rng.choice((-2, -1, 1, 2))
+        except ValueError:
+            raise ConfigError(
+                "answers that are not numbers cannot be off by a little",
+                found=self.name,
+                needed="a task with whole numbers as answers, or flaws: 0",
+                key="data.source.flaws",
+            ) from None
+        return f"{self.steps(entry)}{ANSWER_MARK}{answer}"
 
 
 class ChainSum(WorkedTask):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lightning_spec.batch import Completion, Prompt, Rollout, SpecStats
 from lightning_spec.errors import ConfigError
 from lightning_spec.recorded import load_rollouts, rollout_from_dict, rollout_to_dict, save_rollouts
-from lightning_spec.sources import HFDatasetPrompts, JSONLPrompts, ReasoningGymPrompts
+from lightning_spec.sources import Example, HFDatasetPrompts, JSONLPrompts, ReasoningGymPrompts
 from lightning_spec.tokenizer import char_tokenizer, decode, load_tokenizer
 from lightning_spec.worked import ANSWER_PATTERN, WORKED_TASKS
 
@@ -250,15 +250,22 @@ def test_lines_that_are_not_rollouts_are_refused_by_number(tmp_path, spoil):
         load_rollouts(path)
 
 
-def test_a_share_of_worked_answers_is_given_at_once_and_the_same_ones_each_time():
-    def texts(direct: float) -> list[str]:
-        source = ReasoningGymPrompts("chain_sum", {"max_digits": 1}, size=200, worked=True, direct=direct)
-        return [str(source.item(i).worked) for i in range(200)]
+def test_a_share_of_worked_answers_is_careless_the_same_ones_each_time_and_the_verifier_is_not_fooled():
+    def items(flaws: float) -> list[Example]:
+        source = ReasoningGymPrompts("chain_sum", {"max_digits": 1}, size=200, worked=True, flaws=flaws)
+        return [source.item(i) for i in range(200)]
 
-    half = texts(0.5)
-    assert half == texts(0.5)
-    assert 70 < sum(text.startswith("#") for text in half) < 130
-    assert all(a.endswith(b) if b.startswith("#") else a == b for a, b in zip(texts(0.0), half, strict=True))
-    assert all(text.startswith("#") for text in texts(1.0))
-    with pytest.raises(ConfigError, match=r"data\.source\.direct"):
-        ReasoningGymPrompts("chain_sum", direct=1.5)
+    half, right = items(0.5), items(0.0)
+    assert half == items(0.5)
+    wrong = [a for a, b in zip(half, right, strict=True) if a.worked != b.worked]
+    assert 70 < len(wrong) < 130
+    for a, b in zip(half, right, strict=True):
+        assert str(a.worked).split("#")[0] == str(b.worked).split("#")[0]
+        assert a.task == b.task
+    assert all(str(item.worked).split("#")[1] != item.task["answer"] for item in wrong)
+
+
+@pytest.mark.parametrize(("task", "flaws"), [("chain_sum", 1.5), ("spell_backward", 1.0)])
+def test_flaws_out_of_range_or_of_a_task_without_numbers_are_refused(task, flaws):
+    with pytest.raises(ConfigError, match=r"data\.source\.flaws"):
+        ReasoningGymPrompts(task, worked=True, flaws=flaws).item(0)
