@@ -294,9 +294,6 @@ class MegatronStrategy(CheckpointedStrategy):
             total.update(part)
         return total
 
-    def sum_over_data(self, totals: dict[str, Tensor]) -> dict[str, Tensor]:
-        return self.data.sum(totals)
-
     @override
     def validation_step(self, batch: StepBatch, *args: Any, **kwargs: Any) -> None:
         """Forward only; data ranks need equal numbers of validation batches."""
