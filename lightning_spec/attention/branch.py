@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_spec.attention import layout
-from lightning_spec.attention.packed import TrunkPlan, check_shapes, trunk_backward, trunk_forward
+from lightning_spec.attention.attend import Work, attend, attend_backward
+from lightning_spec.attention.packed import check_shapes
 
 _BRANCH_CHUNK = 1 << 17
 """Elements of q in one chunk of rows of the branch arithmetic on a CPU: its temporaries then stay in cache."""
@@ -66,35 +67,38 @@ def branch_attention(
             raise ValueError(f"rows must be strictly ascending and inside 0..{trunk_k.shape[0] - 1}")
         runs = layout.selected_runs(lengths, rows)
     passes = len(branch_k)
-    plan = TrunkPlan(runs, passes, window, q.shape[-1] ** -0.5 if scale is None else float(scale))
+    work = Work.of_runs(runs, trunk_k.shape[0], passes, window)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     # Branch keys outside of the window get no gradient and need not be held.
     first = 0 if window is None else max(0, passes - window)
-    return _Branch.apply(plan, q, trunk_k, trunk_v, *branch_k[first:], *branch_v[first:])
+    return _Branch.apply(work, scale, q, trunk_k, trunk_v, *branch_k[first:], *branch_v[first:])
 
 
 class _Branch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: TrunkPlan, q: Tensor, trunk_k: Tensor, trunk_v: Tensor, *branch: Tensor) -> Tensor:
-        out, lse = trunk_forward(q, trunk_k, trunk_v, plan)
+    def forward(
+        ctx: Any, work: Work, scale: float, q: Tensor, trunk_k: Tensor, trunk_v: Tensor, *branch: Tensor
+    ) -> Tensor:
+        out, lse = attend(q, trunk_k, trunk_v, work, scale=scale)
         half = len(branch) // 2
         if half:
-            out, lse = _merge_branch(q, branch[:half], branch[half:], out, lse, plan.scale)
+            out, lse = merge_branch(q, branch[:half], branch[half:], out, lse, scale)
         out = out.to(q.dtype).contiguous()
         ctx.save_for_backward(q, trunk_k, trunk_v, out, lse, *branch)
-        ctx.plan = plan
+        ctx.work, ctx.scale = work, scale
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, trunk_k, trunk_v, out, lse, *branch = ctx.saved_tensors
-        dq, dk, dv = trunk_backward(grad, q, trunk_k, trunk_v, out, lse, ctx.plan)
+        dq, dk, dv = attend_backward(grad, q, trunk_k, trunk_v, out, lse, ctx.work, scale=ctx.scale)
         half = len(branch) // 2
-        grads = _branch_backward(grad, q, branch[:half], branch[half:], out, lse, dq, ctx.plan.scale)
-        return None, dq.to(q.dtype), dk.to(trunk_k.dtype), dv.to(trunk_v.dtype), *grads
+        grads = branch_backward(grad, q, branch[:half], branch[half:], out, lse, dq, ctx.scale)
+        return None, None, dq.to(q.dtype), dk.to(trunk_k.dtype), dv.to(trunk_v.dtype), *grads
 
 
-def _merge_branch(
+def merge_branch(
     q: Tensor, branch_k: Sequence[Tensor], branch_v: Sequence[Tensor], out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Merge the branch keys into the trunk's (out, lse); returns the joint ones, the output in the dtype of q."""
@@ -116,7 +120,7 @@ def _merge_branch(
     return joint, joint_lse
 
 
-def _branch_backward(
+def branch_backward(
     grad: Tensor,
     q: Tensor,
     branch_k: Sequence[Tensor],

@@ -15,6 +15,10 @@ _CALL_COST = 64 * 64
 """Score elements that one more kernel call is worth. A guess, not tuned."""
 
 
+Item = tuple[int, int, int, int]
+"""Query rows and the key rows they see: (q_first, q_count, k_first, k_count)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """Consecutive rows of one document among the query rows."""
@@ -135,19 +139,17 @@ def selected_runs(lengths: Sequence[int], rows: Tensor) -> tuple[Run, ...]:
     return tuple(Run(*item) for item in zip(*(column.tolist() for column in columns), strict=True))
 
 
-@lru_cache(maxsize=32)
-def buckets(runs: tuple[Run, ...], mask_keys: bool = True) -> tuple[Bucket, ...]:
-    """Kernel calls for `runs`: each run against itself (causal), then against its document's rows before it (full).
+@lru_cache(maxsize=64)
+def buckets(causal: tuple[Item, ...], full: tuple[Item, ...], mask_keys: bool = True) -> tuple[Bucket, ...]:
+    """Kernel calls for the causal items, then for the full ones.
 
     `mask_keys`: whether the kernel can mask keys, so that full items with different numbers of keys may share a call.
     """
-    causal = [(run.query, run.count, run.row, run.count) for run in runs]
-    before = [(run.query, run.count, run.document, run.row - run.document) for run in runs if run.row > run.document]
-    return tuple(_grouped(causal, True, True) + _grouped(before, False, mask_keys))
+    return tuple(_grouped(list(causal), True, True) + _grouped(list(full), False, mask_keys))
 
 
-def _grouped(items: list[tuple[int, int, int, int]], causal: bool, pad_keys: bool) -> list[Bucket]:
-    groups: list[list[tuple[int, int, int, int]]] = []
+def _grouped(items: list[Item], causal: bool, pad_keys: bool) -> list[Bucket]:
+    groups: list[list[Item]] = []
     work = q_width = k_width = 0
     for item in sorted(items, key=lambda item: (item[3], item[1], item[0])):
         item_work = item[1] * item[3]

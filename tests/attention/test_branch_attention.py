@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_spec.attention import branch_attention, cuda, kernels, packed, packed_attention
+from lightning_spec.attention.attend import Work, attend
 
 
 def dense_attention(
@@ -154,7 +155,7 @@ def test_other_types_are_as_right_as_their_rounding(dtype: torch.dtype, window: 
 
 
 def test_the_plain_kernel_equals_the_flash_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed.kernels, "choose", lambda x: "plain")
+    monkeypatch.setattr(kernels, "choose", lambda x: "plain")
     compare([7, 1, 0, 12, 12, 5], passes=2)
     compare([7, 1, 0, 12, 12, 5], passes=2, rows=torch.tensor([0, 5, 6, 7, 30]))
 
@@ -220,8 +221,7 @@ def test_dropping_the_gradient_of_the_log_sum_exp_would_be_seen() -> None:
 
     trunk = packed_attention(q, k, v, lengths)
     with torch.no_grad():
-        plan = packed.TrunkPlan(packed.layout.whole_documents((24,)), 3, None, 8**-0.5)
-        _, lse = packed.trunk_forward(q, k, v, plan)
+        _, lse = attend(q, k, v, Work.of_runs(packed.layout.whole_documents((24,)), 24), scale=8**-0.5)
     logits = [lse] + [(q * key.repeat_interleave(2, 1)).sum(-1) * 8**-0.5 for key in branch_k]
     weights = torch.stack(logits).softmax(0)[..., None]
     values = [trunk, *(value.repeat_interleave(2, 1) for value in branch_v)]
@@ -301,11 +301,12 @@ def test_bad_shapes_are_refused() -> None:
 
 def test_many_short_documents_need_few_kernel_calls() -> None:
     lengths = tuple(random.Random(0).randint(20, 100) for _ in range(128))
-    calls = packed.layout.buckets(packed.layout.whole_documents(lengths))
+    work = Work.of_runs(packed.layout.whole_documents(lengths), sum(lengths))
+    calls = packed.layout.buckets(work.causal, work.full)
     assert len(calls) < 16
-    work = sum(n * n for n in lengths)
+    needed = sum(n * n for n in lengths)
     padded = sum(len(b.q_count) * max(b.q_count) * max(b.k_count) for b in calls)
-    assert padded < 1.35 * work
+    assert padded < 1.35 * needed
     rows = sorted(
         itertools.chain.from_iterable(range(f, f + n) for b in calls for f, n in zip(b.q_first, b.q_count, strict=True))
     )
@@ -377,6 +378,7 @@ def test_the_flash_attn_calls_have_its_layouts(monkeypatch: pytest.MonkeyPatch) 
 
 def test_kernels_without_key_masks_get_full_items_of_equal_length_only() -> None:
     runs = packed.layout.selected_runs([20, 20, 20, 20], torch.tensor([5, 6, 25, 26, 47, 48, 70]))
-    calls = [b for b in packed.layout.buckets(runs, mask_keys=False) if not b.causal]
+    work = Work.of_runs(runs, 80)
+    calls = [b for b in packed.layout.buckets(work.causal, work.full, mask_keys=False) if not b.causal]
     assert sorted(b.k_count for b in calls) == [(5, 5), (7,), (10,)]
-    assert len([b for b in packed.layout.buckets(runs) if not b.causal]) == 1
+    assert len([b for b in packed.layout.buckets(work.causal, work.full) if not b.causal]) == 1
