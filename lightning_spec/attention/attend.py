@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_spec.attention import kernels, layout
+from lightning_spec.attention import kernels, layout, reference
 from lightning_spec.attention.layout import Item, Run
 
 _GATHERED = 8
@@ -35,6 +36,8 @@ class Work:
     full: tuple[Item, ...] = ()
     given: tuple[Tensor, Tensor] | None = field(default=None, compare=False)
     """(low, high), int64 [rows] each on the CPU, where the intervals are no such items (windows, scattered rows)."""
+    plans: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """What a kernel worked out for this work, kept with it."""
 
     @classmethod
     def of_runs(cls, runs: Sequence[Run], keys: int, offset: int = 0, window: int | None = None) -> Work:
@@ -82,6 +85,11 @@ class Work:
         return gathered <= _GATHERED * (self.rows + self.keys)
 
 
+def kernel_of(q: Tensor, work: Work) -> kernels.Kernel:
+    """The kernel that `attend` and `attend_backward` use for the query rows `q` [R, H, D] of `work`."""
+    return kernels.choose(q) if work.as_items() else kernels.choose_intervals(q)
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, work: Work, *, scale: float) -> tuple[Tensor, Tensor]:
     """Attention of the query rows over the keys that `work` gives them.
 
@@ -93,8 +101,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, work: Work, *, scale: float) -> tupl
         out [R, H, D], possibly wider than q and a view, and lse [R, H] in the accumulation dtype; rows that see nothing
         have out = 0 and lse = -inf.
     """
-    if not work.as_items() or kernels.choose(q) == "plain":
-        return kernels.interval_attend(q, k, v, *work.intervals(), scale=scale)
+    kernel = kernel_of(q, work)
+    if kernel == "triton":
+        out, lse = triton().attend(q, k, v, work, scale=scale)
+        return out, lse
+    if kernel != "flash":
+        by_intervals = reference.attend if kernel == "reference" else kernels.interval_attend
+        return by_intervals(q, k, v, *work.intervals(), scale=scale)
     acc = kernels.accumulation_dtype(q.dtype)
     buckets = layout.buckets(work.causal, work.full, mask_keys=not q.is_cuda)
     alone = len(buckets) == 1 and len(buckets[0].queries(q.device)) == q.shape[0]
@@ -125,8 +138,13 @@ def attend_backward(
     Args:
         grad, out: [R, H, D] and lse: [R, H], of the joint softmax that this work is a part of.
     """
-    if not work.as_items() or kernels.choose(q) == "plain":
-        return kernels.interval_attend_backward(grad, q, k, v, out, lse, *work.intervals(), scale=scale)
+    kernel = kernel_of(q, work)
+    if kernel == "triton":
+        dq, dk, dv, _ = triton().attend_backward(grad, q, k, v, out, lse, work, scale=scale)
+        return dq, dk, dv
+    if kernel != "flash":
+        by_intervals = reference.attend_backward if kernel == "reference" else kernels.interval_attend_backward
+        return by_intervals(grad, q, k, v, out, lse, *work.intervals(), scale=scale)
     acc = kernels.accumulation_dtype(q.dtype)
     buckets = layout.buckets(work.causal, work.full, mask_keys=not q.is_cuda)
     alone = len(buckets) == 1 and len(buckets[0].queries(q.device)) == q.shape[0]
@@ -151,6 +169,13 @@ def attend_backward(
         keys.add(dk, parts[1])
         keys.add(dv, parts[2])
     return dq, dk, dv
+
+
+def triton() -> Any:
+    """The module `triton_launch`, where "triton" was chosen."""
+    launch = kernels.triton_launch()
+    assert launch is not None  # else it was not chosen
+    return launch
 
 
 def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, rows: Tensor | slice = slice(None)) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_spec.attention import layout
-from lightning_spec.attention.attend import Work, attend, attend_backward
+from lightning_spec.attention.attend import Work, attend, attend_backward, kernel_of, triton
 from lightning_spec.attention.packed import check_shapes
 
 _BRANCH_CHUNK = 1 << 17
@@ -79,10 +79,14 @@ class _Branch(torch.autograd.Function):
     def forward(
         ctx: Any, work: Work, scale: float, q: Tensor, trunk_k: Tensor, trunk_v: Tensor, *branch: Tensor
     ) -> Tensor:
-        out, lse = attend(q, trunk_k, trunk_v, work, scale=scale)
         half = len(branch) // 2
-        if half:
-            out, lse = merge_branch(q, branch[:half], branch[half:], out, lse, scale)
+        branch_k, branch_v = branch[:half], branch[half:]
+        if half and kernel_of(q, work) == "triton":  # one kernel: the merge is its epilogue
+            out, lse = triton().attend(q, trunk_k, trunk_v, work, scale=scale, branch_k=branch_k, branch_v=branch_v)
+        else:
+            out, lse = attend(q, trunk_k, trunk_v, work, scale=scale)
+            if half:
+                out, lse = merge_branch(q, branch_k, branch_v, out, lse, scale)
         out = out.to(q.dtype).contiguous()
         ctx.save_for_backward(q, trunk_k, trunk_v, out, lse, *branch)
         ctx.work, ctx.scale = work, scale
@@ -92,9 +96,14 @@ class _Branch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, trunk_k, trunk_v, out, lse, *branch = ctx.saved_tensors
-        dq, dk, dv = attend_backward(grad, q, trunk_k, trunk_v, out, lse, ctx.work, scale=ctx.scale)
         half = len(branch) // 2
-        grads = branch_backward(grad, q, branch[:half], branch[half:], out, lse, dq, ctx.scale)
+        branch_k, branch_v = branch[:half], branch[half:]
+        given = (grad, q, trunk_k, trunk_v, out, lse, ctx.work)
+        if half and kernel_of(q, ctx.work) == "triton":
+            dq, dk, dv, grads = triton().attend_backward(*given, scale=ctx.scale, branch_k=branch_k, branch_v=branch_v)
+        else:
+            dq, dk, dv = attend_backward(*given, scale=ctx.scale)
+            grads = branch_backward(grad, q, branch_k, branch_v, out, lse, dq, ctx.scale)
         return None, None, dq.to(q.dtype), dk.to(trunk_k.dtype), dv.to(trunk_v.dtype), *grads
 
 

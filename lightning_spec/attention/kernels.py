@@ -1,16 +1,21 @@
 """Attention that returns its log-sum-exp, and whose backward takes the output and log-sum-exp of the *joint* softmax.
 
-Two kernels. `flash_attend` works on a padded batch [B, H, L, D] with a flash kernel: PyTorch's on the CPU, flash-attn
-or PyTorch's on CUDA. `interval_attend` works on packed rows that each see one interval of the keys: plain matmuls
-over row chunks, for windows, and for types and devices without a flash kernel.
-Nothing of size Tq x Tk is ever held, and kv heads are never expanded (H is a multiple of K).
+Four kernels, chosen by what is installed and where the tensors are; `use_kernel` forces one.
+    flash      on a padded batch [B, H, L, D] (`flash_attend`): PyTorch's on the CPU, flash-attn or PyTorch's on CUDA
+    triton     on packed rows that each see one interval of the keys, on CUDA (`triton_launch.py`)
+    plain      the same in matmuls over row chunks (`interval_attend`): any type, any device
+    reference  one dense float64 softmax, for tests (`reference.py`)
+But for the reference, nothing of size Tq x Tk is ever held, and kv heads are never expanded (H is a multiple of K).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import logging
-from typing import Literal
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -31,16 +36,72 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def choose(q: Tensor) -> Literal["flash", "plain"]:
+Kernel = Literal["flash", "triton", "plain", "reference"]
+_forced: Kernel | Literal["auto"] = "auto"
+
+
+@contextlib.contextmanager
+def use_kernel(name: Kernel | Literal["auto"]) -> Iterator[None]:
+    """Inside, every attention of this process uses the kernel `name`, forward and backward: for tests and gpu-check.
+
+    With "flash", work that flash kernels do not serve (windows, scattered rows) still goes to the plain kernel.
+
+    Raises:
+        ValueError: on use, where the kernel forced does not serve the tensors given.
+    """
+    global _forced
+    if name not in ("auto", "flash", "triton", "plain", "reference"):
+        raise ValueError(f"unknown attention kernel {name!r}")
+    before, _forced = _forced, name
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def choose(q: Tensor) -> Kernel:
     """Which kernel serves `q` [R, H, D] where no window is in force. What was chosen is logged once."""
-    if q.device.type == "cpu" and q.dtype in _FLASH_DTYPES:
-        _log_once(f"{q.dtype} on the CPU: PyTorch's flash kernel")
-        return "flash"
-    if cuda.supports(q):
-        _log_once(f"{q.dtype} on CUDA: {'PyTorch' if cuda.flash_attn() is None else 'flash-attn'}'s flash kernel")
-        return "flash"
-    _log_once(f"{q.dtype} with head size {q.shape[-1]} on {q.device.type}: plain matmuls over chunks")
-    return "plain"
+    if _forced in ("auto", "flash"):
+        if q.device.type == "cpu" and q.dtype in _FLASH_DTYPES:
+            return _chosen("flash", q, "PyTorch's flash kernel")
+        if cuda.supports(q):
+            package = "PyTorch" if cuda.flash_attn() is None else "flash-attn"
+            return _chosen("flash", q, f"{package}'s flash kernel")
+        if _forced == "flash":
+            raise ValueError(f"no flash kernel for {_described(q)}")
+    return choose_intervals(q)
+
+
+def choose_intervals(q: Tensor) -> Kernel:
+    """Which kernel serves `q` [R, H, D] where rows see intervals that are no items of a flash kernel."""
+    if _forced == "reference":
+        return _chosen("reference", q, "the dense float64 reference")
+    launch = triton_launch() if _forced == "triton" or (_forced == "auto" and q.is_cuda) else None
+    if launch is not None and launch.supports(q):
+        return _chosen("triton", q, "Triton's interval kernel")
+    if _forced == "triton":
+        why = "Triton is not installed" if launch is None else "it serves 16 and 32 bit floats on CUDA, up to D = 256"
+        raise ValueError(f"no Triton kernel for {_described(q)}: {why}")
+    return _chosen("plain", q, "plain matmuls over chunks for intervals")
+
+
+@functools.cache
+def triton_launch() -> Any | None:
+    """The module `triton_launch`, or None where Triton is not installed. Triton is imported here and nowhere else."""
+    try:
+        importlib.import_module("triton")
+    except ImportError:
+        return None
+    return importlib.import_module("lightning_spec.attention.triton_launch")
+
+
+def _described(q: Tensor) -> str:
+    return f"{q.dtype} with head size {q.shape[-1]} on {q.device.type}"
+
+
+def _chosen(kernel: Kernel, q: Tensor, words: str) -> Kernel:
+    _log_once(f"{_described(q)}: {words}")
+    return kernel
 
 
 @functools.cache
