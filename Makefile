@@ -7,11 +7,13 @@ PY := $(VENV)/bin/python
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # The stamp carries the lock's hash: a changed lock, and nothing else, makes the set-up run again.
 STAMP := $(VENV)/.ready-$(shell cat requirements/cpu.lock pyproject.toml 2>/dev/null | sha256sum | cut -c1-16)
+PEERS ?= .venv-peers
+PEERS_STAMP := $(PEERS)/.ready-$(shell cat requirements/cpu.lock requirements/peers.txt 2>/dev/null | sha256sum | cut -c1-16)
 ARGS ?=
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup demo test test-slow lint bench clean
+.PHONY: help setup demo test test-slow lint bench bench-peers gpu-check clean
 
 help: ## show the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -48,7 +50,21 @@ lint: $(STAMP) ## ruff, mypy and the floors of the house
 
 bench: $(STAMP) ## the benchmarks that need no trained model, JSON into runs/bench
 	$(PY) -m benchmarks.branch --json runs/bench/branch.json
+	$(PY) -m benchmarks.cp --json runs/bench/cp.json --plots runs/bench
+
+bench-peers: $(STAMP) $(PEERS_STAMP) ## one EAGLE-3 step of SpecForge, NeMo Automodel and speculators against ours
+	$(PY) -m benchmarks.peers --peers-python $(PEERS)/bin/python --json runs/bench/peers.json $(ARGS)
+
+$(PEERS_STAMP): requirements/peers.txt
+	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	@rm -f $(PEERS)/.ready-*
+	$(PEERS)/bin/python -m pip install --quiet "$$(grep '^torch==' requirements/cpu.lock)"
+	$(PEERS)/bin/python -m pip install --quiet --no-deps -r requirements/peers.txt
+	@touch $@
+
+gpu-check: $(STAMP) ## on a CUDA machine: compile the GPU kernels, check them, time them; JSON into runs/bench
+	$(PY) -m benchmarks.gpu_check $(ARGS)
 
 clean: ## remove .venv, runs and caches
-	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

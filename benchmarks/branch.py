@@ -2,13 +2,14 @@
 
     python -m benchmarks.branch [--quick] [--json FILE] [--rows-from FRACTION]
 
-The real draft (`Eagle3`) and its real loss run with three attentions in the same place:
+The real draft (`Eagle3`) and its real loss run with several attentions in the same place:
     causal   the trunk alone, by PyTorch's causal attention: the floor, since a draft has to look back somehow
-    branch   ours
+    branch   ours, all rows of a pass at once
+    stream   ours, chunk after chunk of rows through all passes (the default engine)
     dense    the usual way: keys of all passes concatenated, one dense mask, PyTorch's masked attention
     eager    the same in matmuls with the diagonal logits appended, as public trainers have it without flex attention
-Hidden 256, 4 heads, T = 4096, N = 7, vocabulary 4096, float32, 2 threads. Loss and gradients of branch, dense and eager
-are compared on the way.
+Hidden 256, 4 heads, T = 4096, N = 7, vocabulary 4096, float32, 2 threads. Loss and gradients of branch, stream, dense
+and eager are compared on the way.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.common import Case, machine, measure, parser, ratio, table, write_json
-from lightning_spec.draft import chain
+from lightning_spec.draft import attention
 from lightning_spec.draft.base import DraftInputs
 from lightning_spec.draft.eagle3 import Eagle3
 from lightning_spec.loss.draft import SoftCrossEntropy
 from lightning_spec.shapes import PolicyShape
 
-KINDS = ("causal", "branch", "dense", "eager")
+KINDS = ("causal", "branch", "stream", "dense", "eager")
 
 
 def causal(
@@ -102,7 +103,7 @@ def make(kind: str, tokens: int, prompt: int, passes: int, kv_heads: int) -> Cal
         make(kind, 64, 0, passes, kv_heads)()
     attentions = {"causal": causal, "dense": dense, "eager": eager}
     if kind in attentions:
-        vars(chain)["branch_attention"] = attentions[kind]
+        vars(attention)["branch_attention"] = attentions[kind]
     shape = PolicyShape.from_hf(
         {
             "model_type": "llama",
@@ -117,6 +118,7 @@ def make(kind: str, tokens: int, prompt: int, passes: int, kv_heads: int) -> Cal
     )
     draft = Eagle3(num_passes=passes, num_heads=4, num_kv_heads=kv_heads, intermediate_size=1024, own_head=True)
     draft.build(shape, seed=0)
+    draft.set_attention("stream" if kind == "stream" else "ring")
     generator = torch.Generator().manual_seed(0)
 
     def normal(*size: int) -> Tensor:
@@ -169,7 +171,7 @@ def main() -> None:
     print(table(results, chosen.kinds[0]))
     by_name = {result.name: result for result in results}
     ours = by_name.get("branch")
-    for name in ("dense", "eager"):
+    for name in ("stream", "dense", "eager"):
         if ours is not None and name in by_name:
             for key, value in by_name[name].extra.items():
                 if abs(value - ours.extra[key]) > 1e-4 * abs(value):

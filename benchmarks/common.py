@@ -16,6 +16,8 @@ import json
 import os
 import platform
 import resource
+import select
+import socket
 import statistics
 import subprocess
 import sys
@@ -36,6 +38,11 @@ class Case:
     name: str
     target: str
     arguments: dict[str, Any] = field(default_factory=dict)
+    ranks: int = 1
+    """Processes that run it together; each finds RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment.
+    Times and memory are those of the slowest and of the largest, `extra` is rank 0's."""
+    python: str = sys.executable
+    """The interpreter, where the case needs an environment of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,32 +82,34 @@ def machine(threads: int) -> dict[str, Any]:
 
 def measure(cases: Sequence[Case], *, rounds: int = 5, threads: int = 2, timeout: float = 900.0) -> list[Result]:
     """Measure `cases` against each other: one run each for memory, one to warm up, then `rounds` rounds in turn.
+    With no rounds, the times are those of the run for memory.
 
     Raises:
         RuntimeError: a case failed (its traceback is on stderr) or took longer than `timeout` seconds for one answer.
     """
     first = []
     for case in cases:
-        worker = _Worker(case, threads, timeout, keep_freed=False)
+        team = _Team(case, threads, timeout, keep_freed=False)
         try:
-            first.append(worker.ask("run"))
+            first.append(team.ask("run"))
         finally:
-            worker.close()
-    workers: list[_Worker] = []
+            team.close()
+    teams: list[_Team] = []
     try:
-        for case in cases:
-            workers.append(_Worker(case, threads, timeout))
-            workers[-1].ask("run")
+        for case in cases if rounds else ():
+            teams.append(_Team(case, threads, timeout))
+            teams[-1].ask("run")
         runs: list[list[dict[str, Any]]] = [[] for _ in cases]
         for number in range(rounds):
             order = range(len(cases)) if number % 2 == 0 else reversed(range(len(cases)))
             for index in order:
-                runs[index].append(workers[index].ask("run"))
+                runs[index].append(teams[index].ask("run"))
     finally:
-        for worker in workers:
-            worker.close()
+        for team in teams:
+            team.close()
     results = []
     for case, memory, timed in zip(cases, first, runs, strict=True):
+        timed = timed or [memory]
         wall, cpu = [r["wall"] for r in timed], [r["cpu"] for r in timed]
         results.append(
             Result(
@@ -154,40 +163,66 @@ def write_json(path: Path | None, name: str, options: argparse.Namespace, **figu
     path.write_text(json.dumps(document, indent=1, default=asdict) + "\n")
 
 
-class _Worker:
-    """A case's process. Commands go in by stdin; each answer is one line of JSON on its stdout."""
+class _Team:
+    """A case's processes, which get every command at once."""
 
     def __init__(self, case: Case, threads: int, timeout: float, keep_freed: bool = True) -> None:
-        self.case, self.timeout = case, timeout
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-        if not keep_freed:  # glibc: every block of 64 KiB or more is mapped, and unmapped when freed
-            environment["MALLOC_MMAP_THRESHOLD_"] = environment["MALLOC_TRIM_THRESHOLD_"] = "65536"
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.common", case.target, json.dumps(case.arguments)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env=environment,
-        )
+        world = {"WORLD_SIZE": str(case.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        self.workers: list[_Worker] = []
         try:
+            for rank in range(case.ranks):
+                self.workers.append(_Worker(case, threads, timeout, keep_freed, world | {"RANK": str(rank)}))
             self.ask("ready")
         except BaseException:
             self.close()
             raise
 
     def ask(self, command: str) -> dict[str, Any]:
-        import select
+        for worker in self.workers:
+            worker.send(command)
+        answers = [worker.receive(command) for worker in self.workers]
+        return answers[0] | {
+            key: max(answer[key] for answer in answers) for key in ("wall", "cpu", "peak_mib") if key in answers[0]
+        }
 
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class _Worker:
+    """One process of a case. Commands go in by stdin; each answer is one line of JSON on its stdout."""
+
+    def __init__(self, case: Case, threads: int, timeout: float, keep_freed: bool, more: dict[str, str]) -> None:
+        self.case, self.timeout = case, timeout
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), **more}
+        if not keep_freed:  # glibc: every block of 64 KiB or more is mapped, and unmapped when freed
+            environment["MALLOC_MMAP_THRESHOLD_"] = environment["MALLOC_TRIM_THRESHOLD_"] = "65536"
+        self.process = subprocess.Popen(
+            [case.python, "-m", "benchmarks.common", case.target, json.dumps(case.arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=environment,
+        )
+
+    def send(self, command: str) -> None:
         assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # `receive` finds that it has ended
             self.process.stdin.write(command + "\n")
             self.process.stdin.flush()
-            ready, _, _ = select.select([self.process.stdout], [], [], self.timeout)
-            line = self.process.stdout.readline() if ready else ""
-        except BrokenPipeError:
-            line, ready = "", [self.process.stdout]
+
+    def receive(self, command: str) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], self.timeout)
+        line = self.process.stdout.readline() if ready else ""
         if not line:
             why = "ended" if ready else f"did not answer within {self.timeout:.0f} s"
             raise RuntimeError(f"benchmark case {self.case.name!r} {why} at {command!r}")

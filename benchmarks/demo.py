@@ -3,7 +3,7 @@
 Each stage is a command that a user could type; a finished stage is not run again, and a killed one continues from its
 last checkpoint, so `make demo` can be stopped and started at any moment.
 
-    python -m benchmarks.demo [--root runs/demo] [--fresh] [--plan] [more arguments for every training stage]
+    python -m benchmarks.demo [--root runs/demo] [--strategy cp2] [--fresh] [--plan] [more for every training stage]
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from lightning_spec.rollout.process import cpu_environment
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CONFIGS = REPOSITORY / "configs" / "experiment"
+STRATEGIES = REPOSITORY / "configs" / "strategy"
 
 
 @dataclass(frozen=True)
@@ -99,11 +100,11 @@ def init(root: Path) -> None:
     config = new_policy_config(
         "llama",
         vocab_size=len(tokenizer),
-        hidden_size=192,
-        num_layers=8,
-        num_heads=6,
+        hidden_size=128,
+        num_layers=16,
+        num_heads=4,
         num_kv_heads=2,
-        intermediate_size=512,
+        intermediate_size=320,
         max_positions=512,
         tied_embeddings=False,
         bos_token_id=tokenizer.bos_token_id,
@@ -143,9 +144,13 @@ def report(root: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, default=Path("runs/demo"), help="the demo's folder")
+    names = sorted(file.stem for file in STRATEGIES.glob("*.yaml"))
+    parser.add_argument("--strategy", choices=names, help="train on configs/strategy/NAME.yaml (default: one process)")
     parser.add_argument("--fresh", action="store_true", help="delete the folder first")
     parser.add_argument("--plan", action="store_true", help="show the stages and stop")
     args, extra = parser.parse_known_args()
+    if args.strategy:
+        extra = ["-c", str(STRATEGIES / f"{args.strategy}.yaml"), *extra]
     root = args.root.resolve()
     if args.fresh:
         shutil.rmtree(root, ignore_errors=True)

@@ -140,10 +140,15 @@ def speculation_metrics(spec: SpecStats, positions: int, prefix: str = "spec") -
 
 
 def generation_metrics(generation: Generation) -> MetricBag:
-    """Tokens and speed of a phase; tokens/s is per engine (ranks run one each), its mean weighted by time."""
+    """Tokens and speed of a phase; tokens/s is per engine (ranks run one each), its mean weighted by time. Where
+    speculation is adaptive: proposals asked for a token step, and the share of steps for which they do not pay.
+    """
     bag = MetricBag()
     bag.add("rollout/tokens", generation.tokens, reduction="sum")
     bag.add("rollout/tokens_per_second", generation.tokens, generation.seconds)
+    if (adaptive := generation.adaptive) is not None:
+        bag.add("rollout/k", adaptive.proposals, adaptive.requests)
+        bag.add("rollout/spec_off", adaptive.off, adaptive.requests)
     return bag
 
 

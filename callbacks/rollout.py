@@ -29,6 +29,8 @@ from callbacks.collect import (
     reward_metrics,
     speculation_metrics,
 )
+from callbacks.gain import GainWatch
+from callbacks.speaker import Speaker
 from lightning_spec.batch import Completion, Prompt, Rollout, SpecStats, StepBatch
 from lightning_spec.errors import ConfigError
 from lightning_spec.metrics import MetricBag
@@ -38,8 +40,6 @@ from lightning_spec.rollout.rewards import Reward, score
 
 Progress = Callable[[str, int, int], None]
 """Called with (phase, done, of) while something long runs."""
-PAYS_FROM = 1.1
-"""Acceptance length below which a warning is given. It bounds the speed-up from above, and drafting is not free."""
 
 
 class RolloutCallback(pl.Callback):
@@ -48,7 +48,7 @@ class RolloutCallback(pl.Callback):
     Args:
         engine: the rollout engine (`lightning_spec.rollout.vllm.VLLMEngine`, `...reference.ReferenceEngine`). Null for
             runs that learn from worked answers or recorded rollouts; the callback then does nothing. Each
-            data-parallel rank runs one.
+            data-parallel rank runs one; its context-parallel ranks share it.
         reward: what scores a completion (`lightning_spec.rollout.rewards`; `WeightedRewards` joins several). May be
             null only where the policy is frozen.
         sampling: how training rollouts are sampled. Without stop tokens the tokenizer's end token stops.
@@ -110,9 +110,10 @@ class RolloutCallback(pl.Callback):
         self.completions = 0
         self.on_progress: Progress | None = None
         self._started = False
+        self._speaker = Speaker()
         self._phase = MetricBag()
         self._acceptance: list[float] = []
-        self._warned = False
+        self._gain = GainWatch()
 
     # ---- Lightning's hooks ------------------------------------------------------------------------------------------
 
@@ -147,6 +148,10 @@ class RolloutCallback(pl.Callback):
                 needed="group or none",
                 key="rollout.advantages.std",
             )
+
+        self._speaker = Speaker.of(trainer.strategy)
+        if self.engine is not None:
+            self.engine = self._speaker.share(self.engine)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.engine is None:
@@ -210,6 +215,7 @@ class RolloutCallback(pl.Callback):
             "completions": self.completions,
             "phase": bag_to_plain(self._phase),
             "acceptance": list(self._acceptance),
+            "speculation": self._gain.state,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -219,6 +225,7 @@ class RolloutCallback(pl.Callback):
         self.completions = int(state_dict["completions"])
         self._phase = bag_from_plain(state_dict["phase"])
         self._acceptance = [float(value) for value in state_dict["acceptance"]]
+        self._gain.state = dict(state_dict.get("speculation", {}))
 
     # ---- the engine -------------------------------------------------------------------------------------------------
 
@@ -240,6 +247,7 @@ class RolloutCallback(pl.Callback):
             self.engine.start(self._export(trainer, module))
             self._started = True
             _close_at_exit(self)
+            self.engine.restore_speculation(self._gain.state)
             self.engine_version = 0
         else:
             self.engine.wake()
@@ -292,7 +300,7 @@ class RolloutCallback(pl.Callback):
         completions = self._generate(engine, flat, self._sampling(data, self.sampling), metrics)
         metrics.update(self.generation_report(engine))
         self._weigh_passes(trainer, module, engine)
-        self._check_gain(engine)
+        self._gain.check(engine)
         batches: list[StepBatch] = []
         began, start = time.perf_counter(), 0
         for part in asks:
@@ -310,7 +318,7 @@ class RolloutCallback(pl.Callback):
             batch.metrics.update(repeated(metrics) if number else metrics)
         self._phase = metrics
         engine.sleep()
-        if self.record is not None:
+        if self.record is not None and self._speaker.speaks:
             rank = int(getattr(trainer.strategy, "data_parallel_rank", 0))
             name = f"step-{module.version:06d}-rank-{rank}.jsonl"
             save_rollouts(self.record / name, [rollout for batch in batches for rollout in batch.rollouts])
@@ -356,18 +364,6 @@ class RolloutCallback(pl.Callback):
             bag.update(speculation_metrics(engine.last.spec, full_draft(engine)))
         return bag
 
-    def _check_gain(self, engine: Engine) -> None:
-        """Say once that speculation cannot pay. A verification step costs no less than a plain one, so the acceptance
-        length bounds the speed-up from above; what it really is, `benchmarks.rollout` measures."""
-        length = engine.last.spec.acceptance_length
-        if engine.speculative and engine.last.spec.drafts and length < PAYS_FROM and not self._warned:
-            self._warned = True
-            rank_zero_warn(
-                f"speculation is slower than none here: acceptance length {length:.2f}, so a speed-up above "
-                f"{length:.2f}x is impossible; set rollout.engine.speculation.method: none, fewer proposals, or "
-                "by_batch_size rows with k = 0"
-            )
-
     def _weigh_passes(self, trainer: pl.Trainer, module: Any, engine: Engine) -> None:
         """Tell a draft whose pass weights follow acceptance what was measured, over all ranks."""
         if module.draft is None or not getattr(module.draft, "follows_acceptance", False) or not engine.speculative:
@@ -401,13 +397,16 @@ class RolloutCallback(pl.Callback):
         requests = [ask.request for ask in asks]
         done = engine.generate(requests, sampling, lambda now, of: self._tell(phase, now, of)) if asks else []
         metrics.add("time/rollout", time.perf_counter() - began, reduction="max")
+        self._gain.generated(engine)
         return done
 
     def _score(self, data: Any, asks: Sequence[Ask], completions: Sequence[Completion]) -> list[Rollout]:
-        scored = [
-            score(self.reward, ask.prompt, completion, data.decode(completion.tokens)) if self.reward else (0.0, {})
-            for ask, completion in zip(asks, completions, strict=True)
-        ]
+        scored = self._speaker.run(
+            lambda: [
+                score(self.reward, ask.prompt, completion, data.decode(completion.tokens)) if self.reward else (0.0, {})
+                for ask, completion in zip(asks, completions, strict=True)
+            ]
+        )
         return make_rollouts(asks, completions, scored, advantages=self.advantages, overlong=self.overlong)
 
     def _reward_metrics(self, rollouts: Sequence[Rollout]) -> MetricBag:

@@ -6,6 +6,7 @@ entry t is about row t of the network, which predicts x_{t+1}. Nothing is shifte
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -155,6 +156,8 @@ class PackedBatch:
     """float32, row-aligned."""
     rollout_index: list[int]
     """Position of each document in the StepBatch."""
+    seed: int = 0
+    """Of draws that belong to this micro-batch (row sampling): equal on the ranks that share it, else different."""
 
     @property
     def cu_seqlens(self) -> Tensor:
@@ -165,6 +168,22 @@ class PackedBatch:
     @property
     def max_length(self) -> int:
         return max(self.lengths, default=0)
+
+    def take(self, rows: Tensor) -> PackedBatch:
+        """The given rows of every tensor, [T] -> [rows]: what one context-parallel rank holds of the micro-batch.
+
+        `lengths` and `rollout_index` stay those of the whole, and `document` keeps its numbers.
+        """
+        rows = rows.to(self.tokens.device)
+        taken = {name: value[rows] for name in self.__slots__ if isinstance(value := getattr(self, name), Tensor)}
+        return replace(self, **taken)  # type: ignore[arg-type]
+
+    def digest(self) -> bytes:
+        """Tells micro-batches apart that hold other tokens, documents or advantages."""
+        found = hashlib.blake2b(repr(self.lengths).encode(), digest_size=16)
+        for tensor in (self.tokens, self.loss_mask, self.advantages):
+            found.update(tensor.cpu().numpy().tobytes())
+        return found.digest()
 
     def to(self, device: torch.device | str) -> PackedBatch:
         moved = {
@@ -262,3 +281,27 @@ def pack(rollouts: Sequence[Rollout], token_budget: int) -> list[PackedBatch]:
             bins.append([i])
             room.append(token_budget - length)
     return [pack_documents([rollouts[i] for i in members], members) for members in bins]
+
+
+def with_scores(batch: StepBatch, name: str, scored: Sequence[tuple[PackedBatch, Tensor]]) -> StepBatch:
+    """The batch with row-aligned log-probs put into a field of its rollouts (`old_logprobs`, `ref_logprobs`).
+
+    Args:
+        scored: each micro-batch of `batch`, whole, with the log-probs [T] of its labels.
+    """
+    scores: list[tuple[float, ...]] = [()] * len(batch.rollouts)
+    for micro, logprobs in scored:
+        start = 0
+        for length, index in zip(micro.lengths, micro.rollout_index, strict=True):
+            rollout = batch.rollouts[index]
+            first = start + len(rollout.prompt.tokens) - 1
+            count = len(rollout.completion.tokens)
+            row = logprobs[max(first, start) : first + count].tolist()
+            # Without a prompt the first token has no row that predicts it.
+            scores[index] = tuple([0.0] * (count - len(row)) + row)
+            start += length
+    rollouts: list[Rollout] = [
+        replace(rollout, **{name: values})  # type: ignore[arg-type]
+        for rollout, values in zip(batch.rollouts, scores, strict=True)
+    ]
+    return StepBatch(rollouts, batch.metrics, batch.version)

@@ -71,6 +71,22 @@ class JSONLLogger(Logger):
             os.fsync(out.fileno())
 
     @rank_zero_only
+    def complete(self, metrics: Mapping[str, float]) -> bool:
+        """Write the record of `metrics` (which name their `step`) unless the file has it; returns whether it did.
+
+        For a run killed after a step's checkpoint was complete and before the step's metrics were written.
+        """
+        if "step" not in metrics:
+            return False
+        step, names = int(metrics["step"]), set(metrics) - {"step", "epoch"}
+        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.is_file() else []
+        records = [record for line in lines if (record := parse_record(line)) is not None]
+        if any(record["step"] == step and names <= record.keys() for record in records):
+            return False
+        self.log_metrics(metrics, step)
+        return True
+
+    @rank_zero_only
     def truncate_after(self, step: int) -> int:
         """Drop records of steps after `step` (-1 drops all) and a torn last line; returns how many lines went.
 

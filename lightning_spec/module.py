@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,9 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from lightning_spec.batch import PackedBatch, Rollout, StepBatch, pack, pack_documents
+from lightning_spec.attention.context import Context
+from lightning_spec.attention.exchange import gather_rows
+from lightning_spec.batch import PackedBatch, StepBatch, pack, pack_documents, with_scores
 from lightning_spec.draft import Draft, DraftInputs
 from lightning_spec.errors import ConfigError
 from lightning_spec.loss import DraftLoss, PolicyLoss, SoftCrossEntropy, linear_logprobs
@@ -35,6 +37,7 @@ from lightning_spec.policy import (
     policy_from_folder,
 )
 from lightning_spec.shapes import PolicyShape
+from lightning_spec.share import Share
 
 
 @dataclass
@@ -131,6 +134,8 @@ class SpecGRPO(L.LightningModule):
         self.shape = PolicyShape.from_file(policy.path)
         self.policy: PolicyModel | None = None
         self.draft = draft
+        self.context = Context.single()
+        """The ranks that share this one's micro-batches (context parallelism); the strategy says."""
         self._validation = MetricBag()
 
     # ---- building ---------------------------------------------------------------------------------------------------
@@ -228,22 +233,28 @@ class SpecGRPO(L.LightningModule):
     def micro_step(
         self, policy: nn.Module, draft: nn.Module | None, micro: PackedBatch, totals: dict[str, Tensor]
     ) -> MicroOutput:
-        """Forward of one micro-batch: policy with taps, policy loss, draft passes on detached features, draft loss."""
+        """Forward of one micro-batch: policy with taps, policy loss, draft passes on detached features, draft loss.
+
+        Under context parallelism `micro` is the whole micro-batch on every rank that shares it, and each rank computes
+        its rows: losses and sums of metrics are its shares.
+        """
         assert self.policy is not None
         metrics = MetricBag()
+        share = Share.of(micro, self.context)
         # One recorder a micro-batch: its hooks are gone before anything else runs the policy.
         recorder = TapRecorder(self.policy, self.draft.aux_layer_ids) if self.draft is not None else None
         with recorder or nullcontext(), torch.set_grad_enabled(self.trains_policy and torch.is_grad_enabled()):
-            hidden = policy(micro.tokens, micro.positions, micro.lengths)
+            hidden = self._hidden(policy, share)
             taps = recorder.take() if recorder is not None else None
         loss = hidden.new_zeros((), dtype=torch.float32)
         if self.policy_loss is not None:
-            loss = loss + self._policy_term(hidden, micro, totals, metrics)
+            loss = loss + self._policy_term(hidden, share, totals, metrics)
         if self.draft is not None and taps is not None:
             with torch.set_grad_enabled(self.trains_draft and torch.is_grad_enabled()):
+                rows = hidden.shape[0]  # none, where the taps hold one idle row
                 inputs = DraftInputs(
-                    features=taps.features,
-                    embeddings=taps.embeddings,
+                    features=taps.features[:rows],
+                    embeddings=taps.embeddings[:rows],
                     hidden=hidden.detach(),
                     tokens=micro.tokens,
                     positions=micro.positions,
@@ -252,6 +263,8 @@ class SpecGRPO(L.LightningModule):
                     stop=micro.stop,
                     policy_head=head_weight(self.policy).detach(),
                     policy_embedding=embedding_weight(self.policy).detach(),
+                    shard=share.shard,
+                    seed=micro.seed,
                 )
                 out = (draft if draft is not None else self.draft)(inputs, self.draft_loss, totals)
             for name, (num, den, reduction) in out.metrics.items():
@@ -260,9 +273,13 @@ class SpecGRPO(L.LightningModule):
                 loss = loss + out.loss.to(loss.dtype)
         return MicroOutput(loss, metrics)
 
-    def _policy_term(self, hidden: Tensor, micro: PackedBatch, totals: dict[str, Tensor], metrics: MetricBag) -> Tensor:
-        assert self.policy is not None
+    @staticmethod
+    def _hidden(policy: nn.Module, share: Share) -> Tensor:
+        return policy(share.rows.tokens, share.rows.positions, share.rows.lengths, share.shard)
+
+    def _policy_term(self, hidden: Tensor, share: Share, totals: dict[str, Tensor], metrics: MetricBag) -> Tensor:
         assert self.policy_loss is not None
+        micro = share.rows
         logprobs, entropy = self._logprobs(hidden, micro, entropy=self.policy_loss.needs_entropy)
         out = self.policy_loss(
             logprobs,
@@ -274,6 +291,7 @@ class SpecGRPO(L.LightningModule):
             ref_logprobs=micro.ref_logprobs,
             entropy=entropy,
             totals=totals,
+            split=share.split,
         )
         for name, (num, den, reduction) in out.metrics.items():
             metrics.add(name, num, den, reduction)
@@ -293,18 +311,23 @@ class SpecGRPO(L.LightningModule):
 
     @torch.no_grad()
     def score(self, policy: nn.Module, micro: PackedBatch) -> Tensor:
-        """Row-aligned log-probs of the sampled tokens [T] at the sampling temperature, without a graph."""
-        return self._logprobs(policy(micro.tokens, micro.positions, micro.lengths), micro, entropy=False)[0]
+        """Row-aligned log-probs of the sampled tokens [T] at the sampling temperature, without a graph.
+
+        Ranks that share the micro-batch call it together, and each gets all T rows.
+        """
+        share = Share.of(micro, self.context)
+        logprobs, _ = self._logprobs(self._hidden(policy, share), share.rows, entropy=False)
+        return logprobs if share.shard is None else gather_rows(logprobs, share.shard)
 
     def step_done(self, metrics: MetricBag, batch: StepBatch) -> None:
-        """Log one optimiser step; `metrics` is reduced over the data-parallel ranks and holds the batch's own too."""
+        """Log one optimiser step; `metrics` is reduced over all ranks and holds the batch's own too."""
         values: dict[str, Any] = metrics.values()
         # Lightning's own step counter is 0-based in the logger and 1-based in file names; this forces one meaning.
         values["step"] = float(self.trainer.global_step + 1)
         self.log_dict(values, on_step=True, on_epoch=False, batch_size=max(1, len(batch.rollouts)), rank_zero_only=True)
 
     def validation_done(self, metrics: MetricBag) -> None:
-        """Collect one validation batch; `metrics` is reduced over the data-parallel ranks."""
+        """Collect one validation batch; `metrics` is reduced over all ranks."""
         self._validation.update(metrics)
 
     def on_validation_epoch_start(self) -> None:
@@ -336,21 +359,7 @@ class SpecGRPO(L.LightningModule):
         return batches
 
     def _with_scores(self, batch: StepBatch, name: str) -> StepBatch:
-        scores: list[tuple[float, ...]] = [()] * len(batch.rollouts)
-        for micro, logprobs in self.trainer.strategy.score(self, batch):  # type: ignore[attr-defined]
-            start = 0
-            for length, index in zip(micro.lengths, micro.rollout_index, strict=True):
-                rollout = batch.rollouts[index]
-                first = start + len(rollout.prompt.tokens) - 1
-                count = len(rollout.completion.tokens)
-                row = logprobs[max(first, start) : first + count].tolist()
-                scores[index] = tuple([0.0] * (count - len(row)) + row)
-                start += length
-        rollouts: list[Rollout] = [
-            replace(rollout, **{name: values})  # type: ignore[arg-type]
-            for rollout, values in zip(batch.rollouts, scores, strict=True)
-        ]
-        return StepBatch(rollouts, batch.metrics, batch.version)
+        return with_scores(batch, name, self.trainer.strategy.score(self, batch))  # type: ignore[attr-defined]
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 import lightning as L
@@ -21,13 +22,17 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_spec.batch import PackedBatch, StepBatch
+from lightning_spec.draft.base import AttentionMode
 from lightning_spec.errors import ConfigError
 from lightning_spec.metrics import MetricBag
 from lightning_spec.optim import OptimConfig
 from lightning_spec.parallel.groups import ParallelSizes
 from lightning_spec.parallel.optimizer import MODELS, JointOptimizer, ModelOptimizer, make_scheduler
-from lightning_spec.parallel.random_state import seed_step
+from lightning_spec.parallel.random_state import micro_seed, seed_step
 from lightning_spec.parallel.schedule import run_forward, run_forward_backward
+from lightning_spec.policy.core_attention import SplitAttention
+from strategies import estimate
+from strategies.attention import AttentionChoice
 from strategies.checkpoints import CheckpointedStrategy
 
 
@@ -36,26 +41,35 @@ class MegatronStrategy(CheckpointedStrategy):
 
     Args:
         token_budget: tokens per micro-batch; a longer sequence gets a micro-batch of its own.
+        context_parallel: ranks that split the tokens of each sequence. They share rollouts, and one engine.
+        policy_attention: how such ranks attend in the policy: "ring" (keys and values travel) or "ulysses" (all-to-all
+            over heads, whose numbers must divide).
+        draft_attention: the same for the draft: "stream" (trunk gathered once, chunks of rows run all passes), "ring",
+            "ulysses", or "auto": stream where its memory fits, else ring.
+        memory_limit_gib: memory of a device that "auto" may count on, in GiB; null: no limit.
         tensor_parallel: ranks that split each layer. Not supported yet, as all sizes above 1 below.
         pipeline_parallel: pipeline stages.
         virtual_pipeline: model chunks per pipeline stage.
-        context_parallel: ranks that split each sequence.
         expert_parallel: ranks that split the experts.
         sequence_parallel: split activations outside attention and MLP over the tensor-parallel ranks.
         precision: "fp32", or "bf16": bf16 weights and activations, fp32 gradients and main weights.
-        distributed_optimizer: shard optimiser state over the data-parallel ranks.
+        distributed_optimizer: shard optimiser state over the data x context parallel ranks.
         timeout_s: bound of every collective.
 
-    Data parallelism is what remains of `trainer.devices` x `trainer.num_nodes`.
+    Data parallelism is what remains of `trainer.devices` x `trainer.num_nodes`. Neither it nor context parallelism
+    changes results.
     """
 
     def __init__(
         self,
         token_budget: int,
+        context_parallel: int = 1,
+        policy_attention: SplitAttention = "ring",
+        draft_attention: AttentionMode = "auto",
+        memory_limit_gib: float | None = None,
         tensor_parallel: int = 1,
         pipeline_parallel: int = 1,
         virtual_pipeline: int = 1,
-        context_parallel: int = 1,
         expert_parallel: int = 1,
         sequence_parallel: bool = False,
         precision: Literal["fp32", "bf16"] = "fp32",
@@ -76,6 +90,7 @@ class MegatronStrategy(CheckpointedStrategy):
             not sequence_parallel or tensor_parallel > 1, "sequence_parallel", True, "false, or tensor_parallel above 1"
         )
         self.token_budget = token_budget
+        self.attention = AttentionChoice(policy_attention, draft_attention, memory_limit_gib)
         self.sequence_parallel = sequence_parallel
         self.precision = precision
         self.distributed_optimizer = distributed_optimizer
@@ -98,10 +113,12 @@ class MegatronStrategy(CheckpointedStrategy):
         self._refuse_trainer_precision()
         models = {name: model for name in MODELS if (model := getattr(module, name, None)) is not None}
         _refuse_shared_parameters(models)
+        self.attention.apply(module, self.context.context)
         for name, model in models.items():
             self._prepare(name, model)
         self.model_to_device()
         if trainer.state.fn == TrainerFn.FITTING:
+            estimate.report(self, module, trainer)
             self._wrap_models()
             trainer.fit_loop._skip_backward = True
             self.setup_optimizers(trainer)
@@ -141,7 +158,7 @@ class MegatronStrategy(CheckpointedStrategy):
             )
 
     def _prepare(self, name: str, model: nn.Module) -> None:
-        """Freeze what has no optimiser, cast to the strategy's precision, make data ranks equal."""
+        """Freeze what has no optimiser, cast to the strategy's precision, make the ranks' weights equal."""
         if getattr(self._module, f"{name}_optim", None) is None:
             model.requires_grad_(False)
         dtypes = {param.dtype for param in model.parameters()}
@@ -152,9 +169,9 @@ class MegatronStrategy(CheckpointedStrategy):
                 f"the {name} was built in half precision",
                 found=sorted(str(dtype) for dtype in dtypes),
                 needed="float32 weights, or the strategy's precision: bf16",
-                key="trainer.strategy.init_args.precision",
+                key=_key("precision"),
             )
-        self.data.broadcast_module(model)
+        self.tokens.broadcast_module(model)
 
     @override
     def model_to_device(self) -> None:
@@ -162,7 +179,8 @@ class MegatronStrategy(CheckpointedStrategy):
         self.model.to(self.root_device)
 
     def _wrap_models(self) -> None:
-        """Put what is trained behind Megatron's DistributedDataParallel: gradient buffers, summed over data ranks."""
+        """Put what is trained behind Megatron's DistributedDataParallel: gradient buffers, summed over the
+        ranks that split data or tokens."""
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
         module = self._module
@@ -256,11 +274,26 @@ class MegatronStrategy(CheckpointedStrategy):
         return loss
 
     def _micro_batches(self, batch: StepBatch) -> list[PackedBatch]:
+        """This replica's micro-batches: the same, whole, on each of its context-parallel ranks."""
+        seed, step = self._step_seed or 0, self._module.trainer.global_step
         micro = self._module.micro_batches(batch, self.token_budget)
-        return [one.to(self.root_device) if isinstance(one, PackedBatch) else one for one in micro]
+        if self.context.size > 1:
+            # Ranks that attend over different documents would wait for each other, or learn from a mixture.
+            every = self.context.gather([one.digest() for one in micro])
+            if any(other != every[0] for other in every):
+                raise ConfigError(
+                    "context-parallel ranks of one replica were given different rollouts",
+                    found=f"{[len(other) for other in every]} micro-batches",
+                    needed="the same batches: shard data by the strategy's data_parallel_rank, not by the process",
+                    key="data",
+                )
+        return [
+            replace(one.to(self.root_device), seed=micro_seed(seed, step, self.data.rank, index))
+            for index, one in enumerate(micro)
+        ]
 
     def _totals(self, micro: list[PackedBatch]) -> dict[str, Tensor]:
-        """Global normalisers: reduced once, over exactly the ranks that split the data."""
+        """Global normalisers: counted on whole micro-batches, so reduced over exactly the ranks that split the data."""
         totals = self.data.sum(self._module.counts(micro))
         return {name: value.to(self.root_device) for name, value in totals.items()}
 
@@ -273,24 +306,30 @@ class MegatronStrategy(CheckpointedStrategy):
             self._wrapped["draft"].finish_grad_sync()
 
     def _gather(self, batch: StepBatch, parts: list[tuple[Tensor, MetricBag]]) -> tuple[MetricBag, Tensor]:
-        """Metrics and loss over all micro-batches of all data ranks, equal on every rank."""
-        mine = MetricBag()
-        mine.update(batch.metrics)
+        """Metrics and loss over all micro-batches of all ranks, equal on every rank."""
+        mine = self._own(batch.metrics)
         loss = torch.zeros((), dtype=torch.float64)
         for part, metrics in parts:
             mine.update(metrics)
             loss += part.to("cpu", torch.float64)
         # A rank without micro-batches has fewer names: bags are merged as wholes, in rank order.
         total = MetricBag()
-        for bag, value in self.data.gather((mine, loss)):
+        for bag, value in self.tokens.gather((mine, loss)):
             total.update(bag)
             total.add("loss", value, 1.0, "sum")
         return total, total["loss"].num.to(self.root_device, torch.float32)
 
+    def _own(self, shared: MetricBag) -> MetricBag:
+        """What this rank adds of metrics that the context-parallel ranks of a replica all hold: one of them speaks."""
+        mine = MetricBag()
+        if self.context.rank == 0:
+            mine.update(shared)
+        return mine
+
     def reduce_metrics(self, bag: MetricBag) -> MetricBag:
-        """Merge the data-parallel ranks' metrics; they may hold different names."""
+        """Merge metrics of rollouts over the data-parallel ranks; they may hold different names. All ranks call it."""
         total = MetricBag()
-        for part in self.data.gather(bag):
+        for part in self.tokens.gather(self._own(bag)):
             total.update(part)
         return total
 
@@ -339,4 +378,8 @@ def _refuse_shared_parameters(models: dict[str, nn.Module]) -> None:
 
 def _require(good: bool, field: str, found: Any, needed: str) -> None:
     if not good:
-        raise ConfigError(f"bad {field}", found=found, needed=needed, key=f"trainer.strategy.init_args.{field}")
+        raise ConfigError(f"bad {field}", found=found, needed=needed, key=_key(field))
+
+
+def _key(field: str) -> str:
+    return f"trainer.strategy.init_args.{field}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
 import torch
@@ -21,11 +21,16 @@ from typing_extensions import override
 
 from lightning_spec.parallel.cpu_stand_in import cpu_stand_in
 from lightning_spec.parallel.groups import (
+    ContextParallel,
     DataParallel,
     ParallelSizes,
+    Ranks,
+    TokenParallel,
     initialise_groups,
     start_single_process_world,
 )
+
+R = TypeVar("R", bound=Ranks)
 
 
 class MegatronProcesses(ParallelStrategy):
@@ -53,6 +58,8 @@ class MegatronProcesses(ParallelStrategy):
         self.timeout_s = timeout_s
         self.num_nodes = 1  # Lightning fills it in
         self._data: DataParallel | None = None
+        self._context: ContextParallel | None = None
+        self._tokens: TokenParallel | None = None
         self._stand_in = ExitStack()
 
     @property
@@ -88,7 +95,7 @@ class MegatronProcesses(ParallelStrategy):
             _init_dist_connection(self.cluster_environment, backend, timeout=timeout, **options)
         self._enter_stand_in()
         initialise_groups(self.sizes, timeout_s=self.timeout_s)
-        self._data = DataParallel()
+        self._data, self._context, self._tokens = DataParallel(), ContextParallel(), TokenParallel()
 
     def _set_world_ranks(self) -> None:
         assert self.cluster_environment is not None
@@ -106,9 +113,18 @@ class MegatronProcesses(ParallelStrategy):
 
     @property
     def data(self) -> DataParallel:
-        if self._data is None:
-            raise RuntimeError("the data-parallel group exists only after the strategy's setup_environment")
-        return self._data
+        """The ranks that hold different rollouts."""
+        return _existing(self._data)
+
+    @property
+    def context(self) -> ContextParallel:
+        """The ranks that split this rank's rollouts' tokens."""
+        return _existing(self._context)
+
+    @property
+    def tokens(self) -> TokenParallel:
+        """Data x context parallel ranks."""
+        return _existing(self._tokens)
 
     @property
     def data_parallel_rank(self) -> int:
@@ -159,3 +175,9 @@ class MegatronProcesses(ParallelStrategy):
         # Other ranks may wait in a collective that this one will never join; NCCL can be told, gloo notices itself.
         if dist.is_initialized() and dist.get_backend() == "nccl" and dist.get_world_size() > 1:
             dist.distributed_c10d._abort_process_group()
+
+
+def _existing(ranks: R | None) -> R:
+    if ranks is None:
+        raise RuntimeError("the process groups exist only after the strategy's setup_environment")
+    return ranks

@@ -131,25 +131,39 @@ def attend(q: Tensor, k: Tensor, v: Tensor, work: Work, *, scale: float) -> tupl
 
 
 def attend_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, work: Work, *, scale: float
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    work: Work,
+    *,
+    scale: float,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq [R, H, D], dk, dv [T, K, D]) through the keys of `work`, in the accumulation dtype.
 
     Args:
         grad, out: [R, H, D] and lse: [R, H], of the joint softmax that this work is a part of.
+        into: (dk, dv) to add to and return, which saves tensors of all keys where only few rows look back; the
+            accumulation dtype, any strides.
     """
     kernel = kernel_of(q, work)
-    if kernel == "triton":
-        dq, dk, dv, _ = triton().attend_backward(grad, q, k, v, out, lse, work, scale=scale)
-        return dq, dk, dv
     if kernel != "flash":
-        by_intervals = reference.attend_backward if kernel == "reference" else kernels.interval_attend_backward
-        return by_intervals(grad, q, k, v, out, lse, *work.intervals(), scale=scale)
+        if kernel == "triton":
+            dq, *found, _ = triton().attend_backward(grad, q, k, v, out, lse, work, scale=scale)
+        else:
+            by_intervals = reference.attend_backward if kernel == "reference" else kernels.interval_attend_backward
+            dq, *found = by_intervals(grad, q, k, v, out, lse, *work.intervals(), scale=scale)
+        dk, dv = found if into is None else [total.add_(part) for total, part in zip(into, found, strict=True)]
+        return dq, dk, dv
     acc = kernels.accumulation_dtype(q.dtype)
     buckets = layout.buckets(work.causal, work.full, mask_keys=not q.is_cuda)
     alone = len(buckets) == 1 and len(buckets[0].queries(q.device)) == q.shape[0]
-    alone = alone and len(buckets[0].keys(q.device)) == k.shape[0]
-    dq, dk, dv = (x.new_zeros(0 if alone else x.shape, dtype=acc) for x in (q, k, v))
+    alone = alone and into is None and len(buckets[0].keys(q.device)) == k.shape[0]
+    dq = q.new_zeros(0 if alone else q.shape, dtype=acc)
+    dk, dv = into or (x.new_zeros(0 if alone else x.shape, dtype=acc) for x in (k, v))
     for bucket in buckets:
         rows, keys = bucket.queries(q.device), bucket.keys(q.device)
         parts = kernels.flash_attend_backward(

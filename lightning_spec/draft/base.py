@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
+from lightning_spec.attention.zigzag import Shard
 from lightning_spec.batch import PackedBatch
+from lightning_spec.errors import ConfigError
 from lightning_spec.metrics import Reduction
 from lightning_spec.shapes import PolicyShape
+
+AttentionMode = Literal["auto", "stream", "ring", "ulysses"]
+"""How a draft attends over context-parallel ranks (and, with one rank, whether it streams)."""
 
 DraftMetrics = dict[str, tuple[Tensor, Tensor, Reduction]]
 """name -> (numerator, denominator, reduction), sums of this micro-batch."""
@@ -43,20 +48,16 @@ class DraftInputs:
     """[V, C]."""
     policy_embedding: Tensor
     """[V, C]."""
+    shard: Shard | None = None
+    """None: this rank holds all T rows. Else `features`, `embeddings` and `hidden` are its rows [T_r, .] alone; tokens,
+    positions, sampled, stop and lengths are those of the whole micro-batch on every rank."""
+    seed: int = 0
+    """Of a draft's random choices (which rows are sampled): equal on the ranks that share the micro-batch, and another
+    one for every other micro-batch."""
 
     def detached(self) -> DraftInputs:
-        return DraftInputs(
-            self.features.detach(),
-            self.embeddings.detach(),
-            self.hidden.detach(),
-            self.tokens,
-            self.positions,
-            self.lengths,
-            self.sampled,
-            self.stop,
-            self.policy_head.detach(),
-            self.policy_embedding.detach(),
-        )
+        names = ("features", "embeddings", "hidden", "policy_head", "policy_embedding")
+        return replace(self, **{name: getattr(self, name).detach() for name in names})
 
 
 @dataclass(slots=True)
@@ -86,6 +87,28 @@ class Draft(nn.Module, ABC):
     num_passes: int
     aux_layer_ids: tuple[int, ...]
     """Layers of the policy whose input (residual stream) the draft reads, ascending; known after `build`."""
+    attention: AttentionMode = "auto"
+    memory_limit: int | None = None
+
+    def set_attention(self, mode: AttentionMode, memory_limit: int | None = None) -> None:
+        """Choose how the draft attends over context-parallel ranks, before training.
+
+        Args:
+            mode: auto takes stream where it fits into `memory_limit`, else the ring.
+            memory_limit: bytes that the draft may use on a rank, for auto; None: as many as stream needs.
+
+        Raises:
+            ConfigError: an unknown mode, or a limit below 1.
+        """
+        if mode not in get_args(AttentionMode):
+            raise ConfigError(
+                "unknown draft attention", found=mode, needed=f"one of {get_args(AttentionMode)}", key="draft_attention"
+            )
+        if memory_limit is not None and memory_limit < 1:
+            raise ConfigError(
+                "bad memory limit of the draft", found=memory_limit, needed="at least 1 byte", key="memory_limit"
+            )
+        self.attention, self.memory_limit = mode, memory_limit
 
     @abstractmethod
     def build(self, shape: PolicyShape, *, dtype: torch.dtype = torch.float32, seed: int | None = None) -> None:

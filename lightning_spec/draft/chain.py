@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_spec.attention.branch import branch_attention
 from lightning_spec.attention.rope import RotaryEmbedding, apply_rotary
+from lightning_spec.draft.attention import PassAttention
 from lightning_spec.draft.layers import DecoderLayer
 
 
@@ -20,22 +20,28 @@ class PassChain:
 
     Args:
         layers: the draft's layers.
-        positions: int64 [T]. lengths: rows of each document.
+        positions: int64 [T], positions inside the documents of the rows that take part.
+        attention: of each layer; it knows where the rows stand and which keys they see.
+        trunk: (k, v) of each layer where they were made before, by `keys` of another chain.
     """
 
     def __init__(
-        self, layers: Sequence[DecoderLayer], rope: RotaryEmbedding, positions: Tensor, lengths: Sequence[int]
+        self,
+        layers: Sequence[DecoderLayer],
+        rope: RotaryEmbedding,
+        positions: Tensor,
+        attention: Sequence[PassAttention],
+        trunk: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> None:
-        self.layers, self.rope, self.positions, self.lengths = layers, rope, positions, list(lengths)
+        self.layers, self.rope, self.positions, self.attention = layers, rope, positions, attention
         self.rows = torch.arange(positions.numel(), device=positions.device)
         self.passes = 0
-        self.trunk_k: list[Tensor] = []
-        self.trunk_v: list[Tensor] = []
+        self.trunk_keys = list(trunk)
         self.branch_k: list[list[Tensor]] = [[] for _ in layers]
         self.branch_v: list[list[Tensor]] = [[] for _ in layers]
 
     def trunk(self, hidden: Tensor, embedding: Tensor, rows: Tensor) -> Tensor:
-        """Pass 0.
+        """Pass 0, and the trunk of every layer.
 
         Args:
             hidden, embedding: [T, H], fc's output and the embedding of the next token, of every row.
@@ -45,42 +51,46 @@ class PassChain:
             [R, H], the last layer's output at `rows`. The layers before it run on all rows, since their outputs are
             the trunk of the next layer; the last one needs all rows' keys only.
         """
-        everything = rows.numel() == self.positions.numel()
-        cos, sin = self.rope.cos_sin(self.positions, hidden.dtype)
-        x = hidden
-        for number, layer in enumerate(self.layers):
-            attention = layer.self_attn
-            c, residual = layer.enter(x, embedding)
-            k, v = apply_rotary(attention.key(c), cos, sin), attention.value(c)
-            self.trunk_k.append(k)
-            self.trunk_v.append(v)
-            select = None
-            if number == len(self.layers) - 1 and not everything:
-                select, c, residual, cos, sin = rows, c[rows], residual[rows], cos[rows], sin[rows]
-            q = apply_rotary(attention.query(c), cos, sin)
-            x = layer.leave(branch_attention(q, k, v, [], [], self.lengths, rows=select), residual)
+        c, residual = self.keys(hidden, embedding)
         self.rows = rows
+        if rows.numel() != self.positions.numel():
+            c, residual = c[rows], residual[rows]
+        cos, sin = self.rope.cos_sin(self.positions[rows], hidden.dtype)
+        layer, (k, v) = self.layers[-1], self.trunk_keys[-1]
+        q = apply_rotary(layer.self_attn.query(c), cos, sin)
         self.passes = 1
-        return x
+        return layer.leave(self.attention[-1](q, k, v, (), (), rows), residual)
 
-    def branch(self, hidden: Tensor, embedding: Tensor) -> Tensor:
-        """The next pass on the current rows: [R, H] recycled hidden and [R, H] input embedding to [R, H]."""
+    def keys(self, hidden: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor]:
+        """The trunk of every layer, into `trunk_keys`; returns what the last layer's attention reads
+        (`DecoderLayer.enter`) at every row. Arguments as in `trunk`."""
+        cos, sin = self.rope.cos_sin(self.positions, hidden.dtype)
+        for layer, attend in zip(self.layers, self.attention, strict=True):
+            attention = layer.self_attn
+            c, residual = layer.enter(hidden, embedding)
+            k, v = apply_rotary(attention.key(c), cos, sin), attention.value(c)
+            self.trunk_keys.append((k, v))
+            if layer is not self.layers[-1]:
+                q = apply_rotary(attention.query(c), cos, sin)
+                hidden = layer.leave(attend(q, k, v, (), (), None), residual)
+        return c, residual
+
+    def step(self, hidden: Tensor, embedding: Tensor) -> Tensor:
+        """The next pass on the current rows, given the trunk: [R, H] recycled hidden (of pass 0: fc's output) and
+        [R, H] input embedding to [R, H]."""
         cos, sin = self.rope.cos_sin(self.positions[self.rows] + self.passes, hidden.dtype)
-        select = None if self.rows.numel() == self.positions.numel() else self.rows
-        x = hidden
         for number, layer in enumerate(self.layers):
             attention = layer.self_attn
-            c, residual = layer.enter(x, embedding)
+            c, residual = layer.enter(hidden, embedding)
             keys, values = self.branch_k[number], self.branch_v[number]
-            keys.append(apply_rotary(attention.key(c), cos, sin))
-            values.append(attention.value(c))
+            if self.passes:
+                keys.append(apply_rotary(attention.key(c), cos, sin))
+                values.append(attention.value(c))
             q = apply_rotary(attention.query(c), cos, sin)
-            attended = branch_attention(
-                q, self.trunk_k[number], self.trunk_v[number], keys, values, self.lengths, rows=select
-            )
-            x = layer.leave(attended, residual)
+            attended = self.attention[number](q, *self.trunk_keys[number], keys, values, self.rows)
+            hidden = layer.leave(attended, residual)
         self.passes += 1
-        return x
+        return hidden
 
     def keep(self, index: Tensor) -> None:
         """Go on with `rows[index]` only (copies the branch: worth it when many rows have ended)."""

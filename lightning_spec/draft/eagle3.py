@@ -13,21 +13,27 @@ from torch import Tensor, nn
 
 from lightning_spec.attention.rope import RotaryEmbedding
 from lightning_spec.batch import PackedBatch
-from lightning_spec.draft.base import Draft, DraftInputs, DraftMetrics, DraftOutput, Proposal
+from lightning_spec.draft.ahead import Ahead
+from lightning_spec.draft.attention import PassAttention
+from lightning_spec.draft.base import Draft, DraftInputs, DraftOutput, Proposal
 from lightning_spec.draft.chain import PassChain
 from lightning_spec.draft.checkpoint import assign, read_tensors, tensor_names, write_checkpoint
 from lightning_spec.draft.config import KEY, Eagle3Config, read_config
+from lightning_spec.draft.full import run_full
 from lightning_spec.draft.layers import DecoderLayer, Linear, RMSNorm
+from lightning_spec.draft.mode import pass_attention, resolve_mode
+from lightning_spec.draft.plan import make_plan
 from lightning_spec.draft.propose import propose
 from lightning_spec.draft.resolve import from_checkpoint, from_policy, resolve_pass_weights
-from lightning_spec.draft.tally import add_pass, nothing
+from lightning_spec.draft.stream import run_stream
+from lightning_spec.draft.tally import Tally, nothing
 from lightning_spec.draft.validity import pass_counts, pass_depth
 from lightning_spec.draft.vocab import VocabMap
 from lightning_spec.errors import ConfigError
 from lightning_spec.shapes import PolicyShape
 
-_COMPACT = 0.75
-"""Rows are compacted when fewer than this share is still valid: it copies every branch key, running on costs less."""
+_CHUNK = 7168
+"""Rows times passes of a chunk of the streamed engine: large enough for full speed on a CPU core at hidden size 256."""
 _OWNED_TENSORS = {"lm_head.weight": "own_head", "embed_tokens.weight": "own_embedding"}
 
 
@@ -57,6 +63,10 @@ class Eagle3(Draft):
         pass_weights: uniform (1), decay (0.8^i), acceptance (measured by the engine, see `set_acceptance`), or a list.
         max_positions: longest context; rollouts longer than this are refused. May raise a checkpoint's: many published
             drafts declare the length they were trained at, and rotary positions have no end.
+        rows_per_step: about how many rows of a step carry draft loss, drawn uniformly; their weights make up for the
+            others, so gradients stay unbiased and cost less. Null: all rows.
+        chunk_rows: anchors that the streamed engine takes through all passes at a time; 7168 / num_passes by default,
+            so that its memory does not grow with the passes.
         seed: of the initial weights.
     """
 
@@ -87,6 +97,8 @@ class Eagle3(Draft):
         recycle: Literal["full", "detach"] = "full",
         pass_weights: Literal["uniform", "decay", "acceptance"] | list[float] = "uniform",
         max_positions: int | None = None,
+        rows_per_step: int | None = None,
+        chunk_rows: int | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -94,6 +106,10 @@ class Eagle3(Draft):
             raise ConfigError("no passes", found=num_passes, needed="at least 1", key=f"{KEY}.num_passes")
         if recycle not in ("full", "detach"):
             raise ConfigError("bad recycle", found=recycle, needed="full or detach", key=f"{KEY}.recycle")
+        for name, rows in (("rows_per_step", rows_per_step), ("chunk_rows", chunk_rows)):
+            if rows is not None and rows < 1:
+                raise ConfigError(f"bad {name}", found=rows, needed="at least 1 row", key=f"{KEY}.{name}")
+        self.rows_per_step, self.chunk_rows = rows_per_step, chunk_rows or max(1, _CHUNK // num_passes)
         self.path, self.num_passes, self.recycle, self.seed = path, num_passes, recycle, seed
         self.vocab_map = vocab_map
         self.pass_weights = resolve_pass_weights(pass_weights, num_passes)
@@ -238,62 +254,29 @@ class Eagle3(Draft):
 
     def forward(self, inputs: DraftInputs, loss: Any, totals: Mapping[str, Tensor | float]) -> DraftOutput:
         x = inputs.detached()
-        depth = self._depth(x)
-        sizes = pass_counts(depth, self.num_passes).tolist()
-        objective = (
-            nothing(self.parameters(), x.hidden) if not sizes[0] else x.hidden.new_zeros((), dtype=torch.float32)
-        )
-        metrics: DraftMetrics = {}
-        head = x.policy_head if self.lm_head is None else self.lm_head.weight
-        accepted = torch.ones_like(depth, dtype=torch.bool)
-        hidden: Tensor | None = None
-        chain: PassChain | None = None
-        for i, size in enumerate(sizes):
-            if not size:
-                add_pass(metrics, i, *[x.hidden.new_zeros((), dtype=torch.float64)] * 6)
-                continue
-            if chain is None or hidden is None:
-                chain = self.chain(x.positions, x.lengths)
-                rows = (depth > 0).nonzero().flatten()
-                output = chain.trunk(self.fuse(x.features), self._next_embeddings(x), rows)
-            else:
-                if size < _COMPACT * chain.rows.numel():
-                    index = (depth[chain.rows] > i).nonzero().flatten()
-                    chain.keep(index)
-                    hidden = hidden[index]
-                ahead = (chain.rows + 1 + i).clamp(max=depth.numel() - 1)
-                output = chain.branch(hidden, self._embeddings(x, ahead))
-            normed = self.norm(output)
-            hidden = self._recycled(output, normed)
-            rows = chain.rows
-            if size < rows.numel():
-                scored = (depth[rows] > i).nonzero().flatten()
-                rows, normed = rows[scored], normed[scored]
-            total = float(totals[f"draft_pass_{i}"])
-            wide = torch.promote_types(normed.dtype, torch.float32)
-            weight = normed.new_full((size,), 1.0 / total if total else 0.0, dtype=wide)
-            out = loss(normed, head, x.hidden[rows + 1 + i], x.policy_head, weight, self.target_ids())
-            objective = objective + self.pass_weights[i] * out.loss
-            accepted[rows] &= out.agree
-            add_pass(
-                metrics,
-                i,
-                out.loss.detach().double() * total,
-                out.valid.sum().double(),
-                out.agree.sum().double(),
-                out.alpha.detach().double().sum(),
-                accepted[rows].sum().double(),
-                torch.full_like(out.loss.detach(), size, dtype=torch.float64),
-            )
-        return DraftOutput(objective, metrics)
+        plan = make_plan(self._depth(x), self.pass_weights, totals, self.rows_per_step, x.seed)
+        if not plan.sizes[0]:  # on every rank alike
+            tally = Tally(self.num_passes, 1.0, x.hidden.device)
+            return DraftOutput(nothing(self.parameters(), x.hidden), tally.metrics())
+        mode = resolve_mode(self, x, plan)
+        if mode == "stream":
+            return run_stream(self, x, loss, plan, self.chunk_rows)
+        return run_full(self, x, loss, plan, pass_attention(self, x, mode))
 
     def _depth(self, batch: DraftInputs | PackedBatch) -> Tensor:
         longest = self.built().max_positions
         return pass_depth(batch.positions, batch.sampled, batch.stop, self.num_passes, longest)
 
-    def chain(self, positions: Tensor, lengths: Sequence[int]) -> PassChain:
-        layers = [self.midlayer, *(layer for layer in self.layers.values() if isinstance(layer, DecoderLayer))]
-        return PassChain(layers, self.rope, positions, lengths)
+    def decoder_layers(self) -> list[DecoderLayer]:
+        return [self.midlayer, *(layer for layer in self.layers.values() if isinstance(layer, DecoderLayer))]
+
+    def chain(
+        self,
+        positions: Tensor,
+        attention: Sequence[PassAttention],
+        trunk: Sequence[tuple[Tensor, Tensor]] = (),
+    ) -> PassChain:
+        return PassChain(self.decoder_layers(), self.rope, positions, attention, trunk)
 
     def fuse(self, features: Tensor) -> Tensor:
         """[T, n*C] taps to [T, H]."""
@@ -305,18 +288,18 @@ class Eagle3(Draft):
             a = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         return self.fc(a)
 
-    def _embeddings(self, x: DraftInputs, index: Tensor) -> Tensor:
-        """[R, H], input embeddings of the tokens at `index`."""
+    def embed(self, ahead: Ahead, index: Tensor) -> Tensor:
+        """[R, H], input embeddings of the tokens at `index` of `ahead`."""
         if self.embed_tokens is None:
-            return x.embeddings[index].to(self.fc.weight.dtype)
-        return nn.functional.embedding(x.tokens[index], self.embed_tokens.weight)
+            return ahead.embeddings[index].to(self.fc.weight.dtype)
+        return nn.functional.embedding(ahead.tokens[index], self.embed_tokens.weight)
 
-    def _next_embeddings(self, x: DraftInputs) -> Tensor:
-        """[T, H], input of pass 0. A document's last row has no next token of its own; no valid row sees its keys."""
-        rows = torch.arange(x.positions.numel(), device=x.positions.device)
-        return self._embeddings(x, (rows + 1).clamp(max=rows.numel() - 1))
+    def head(self, x: DraftInputs) -> Tensor:
+        """[Vd, H], its own or the policy's live one."""
+        return x.policy_head if self.lm_head is None else self.lm_head.weight
 
-    def _recycled(self, output: Tensor, normed: Tensor) -> Tensor:
+    def recycled(self, output: Tensor, normed: Tensor) -> Tensor:
+        """The next pass's hidden, from the last layer's output before and after the final norm."""
         hidden = normed if self.built().norm_output else output
         return hidden if self.recycle == "full" else hidden.detach()
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_spec.draft.attention import LocalAttention
 from lightning_spec.draft.base import Proposal
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ def propose(
     last = torch.tensor(lengths, device=tokens.device).cumsum(0) - 1
     following = tokens.roll(-1)
     following[last] = bonus
-    chain = draft.chain(torch.cat([torch.arange(n, device=tokens.device) for n in lengths]), lengths)
+    positions = torch.cat([torch.arange(n, device=tokens.device) for n in lengths])
+    chain = draft.chain(positions, [LocalAttention(lengths)] * draft.built().num_layers)
     chosen = tokens.new_zeros(len(lengths), k)
     probs = torch.zeros(len(lengths), k, vocab_size, dtype=wide, device=tokens.device)
     hidden = None
@@ -48,7 +50,7 @@ def propose(
         if hidden is None:
             output = chain.trunk(draft.fuse(features), table[following].to(dtype), last)
         else:
-            output = chain.branch(hidden, table[chosen[:, i - 1]].to(dtype))
+            output = chain.step(hidden, table[chosen[:, i - 1]].to(dtype))
         normed = draft.norm(output)
         hidden = normed if norm_output else output
         logits = normed.to(wide) @ head.to(wide).T

@@ -1,6 +1,7 @@
 """Objectives of the policy and of the draft. Tensors in, tensors out: this room knows torch and nothing else."""
 
 from lightning_spec.loss.advantages import group_advantages, trained_flags
+from lightning_spec.loss.aggregate import Split
 from lightning_spec.loss.draft import LK, DraftLoss, DraftLossOutput, SoftCrossEntropy, TotalVariation, Weighted
 from lightning_spec.loss.kl import kl_estimate
 from lightning_spec.loss.logprob import linear_logprobs
@@ -14,6 +15,7 @@ __all__ = [
     "PolicyLoss",
     "PolicyLossOutput",
     "SoftCrossEntropy",
+    "Split",
     "SupervisedLoss",
     "TotalVariation",
     "Weighted",

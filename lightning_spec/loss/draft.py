@@ -1,7 +1,7 @@
 """Objectives of the draft: distances between the policy's next-token distribution p and the draft's q.
 
-One sweep over chunks of rows forms teacher and draft logits, the loss and its gradients; nothing of size [R, V] is
-kept, and backward only scales what the sweep has formed.
+One sweep (`sweep.py`) over chunks of rows forms teacher and draft logits, the loss and its gradients; nothing of size
+[R, V] is kept, and backward only scales what the sweep has formed.
 """
 
 from __future__ import annotations
@@ -10,48 +10,28 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_spec.errors import ConfigError
-from lightning_spec.loss.chunks import RowChunks, exact_math, math_dtype, rows_per_chunk
-
-OutOfVocabulary = Literal["renormalise", "drop"]
+from lightning_spec.loss.chunks import math_dtype
+from lightning_spec.loss.sweep import ChunkStatistics, OutOfVocabulary, Swept, sweep
 
 
 @dataclass(slots=True)
 class DraftLossOutput:
     """`loss`: scalar, sum over rows of weight * loss.  `agree` [R] bool: the draft's most likely token is the policy's.
     `alpha` [R]: sum_v min(p, q), the chance that the policy accepts a sample of q.  `valid` [R] bool: the row was
-    scored (its weight is not 0, and it was not dropped). agree and alpha are False and 0 where the weight is 0."""
+    scored and not dropped. `each` [R]: the unweighted losses. All are False and 0 where the row was not scored."""
 
     loss: Tensor
     agree: Tensor
     alpha: Tensor
     valid: Tensor
-
-
-@dataclass(slots=True)
-class ChunkStatistics:
-    """What a row loss may use of one chunk of n rows; it must not change p and q."""
-
-    p: Tensor
-    """[n, Vd] the policy's distribution on the draft's vocabulary (renormalised there)."""
-    q: Tensor
-    """[n, Vd] the draft's distribution."""
-    cross_entropy: Tensor
-    """[n] -sum p log q."""
-    teacher_top: Tensor
-    """[n] int64, the policy's most likely token, a target id."""
-    draft_top: Tensor
-    """[n] int64, the draft's most likely token, a draft id."""
-    alpha: Tensor
-    """[n] sum_v min(p, q) with the policy's distribution as it is, not renormalised."""
-    mass: Tensor | None
-    """[n] the policy's probability of the draft's vocabulary; None: it is the whole vocabulary."""
+    each: Tensor
 
 
 class DraftLoss(ABC):
@@ -103,35 +83,68 @@ class DraftLoss(ABC):
         teacher_head: Tensor,
         weight: Tensor,
         d2t_target_ids: Tensor | None = None,
+        teacher_rows: Tensor | None = None,
+        scored: Tensor | None = None,
     ) -> DraftLossOutput:
         """sum_r weight[r] * distance(softmax(teacher logits of r), softmax(hidden[r] @ head.T)).
 
         Gradients reach `hidden` and `head` only, in their draft role: teacher tensors are constants even where they
-        are the same objects. Rows of weight 0 are skipped. Calling once with the rows of several passes keeps one
-        buffer for the head's gradient instead of one a pass.
+        are the same objects. One call with the rows of all passes forms the teacher's distribution once for all of
+        them, and keeps one buffer for the head's gradient.
 
         Args:
             hidden: [R, C], already normed.  head: [Vd, C].
-            teacher_hidden: [R, Ct], the policy's final-normed hidden.  teacher_head: [V, Ct].
+            teacher_hidden: [Rt, Ct], the policy's final-normed hidden.  teacher_head: [V, Ct].
             weight: [R], with the global normaliser (and the pass weight) inside. No gradient reaches it.
             d2t_target_ids: [Vd] int64, the target id of each draft id; None: Vd = V and the ids are equal.
+            teacher_rows: [R] int64, row r is taught by teacher_hidden[teacher_rows[r]]; None: Rt = R, by its own.
+            scored: [R] bool, rows to visit; the others are skipped. None: those of weight other than 0. (A row of
+                weight 0 that is scored has its loss, agreement and alpha reported and no gradient.)
 
         Raises:
             ConfigError: vocabularies that do not match.
             ValueError: shapes that do not fit.
         """
-        _check_shapes(hidden, head, teacher_hidden, teacher_head, weight, d2t_target_ids)
-        loss, agree, alpha, valid = _DraftSweep.apply(
+        _check_shapes(hidden, head, teacher_hidden, teacher_head, weight, d2t_target_ids, teacher_rows)
+        loss, each, agree, alpha, valid = _DraftSweep.apply(
             hidden,
             head,
             teacher_hidden.detach(),
             teacher_head.detach(),
             weight.detach(),
             d2t_target_ids,
+            teacher_rows,
+            weight != 0 if scored is None else scored,
             self,
             torch.is_grad_enabled(),
         )
-        return DraftLossOutput(loss, agree, alpha, valid)
+        return DraftLossOutput(loss, agree, alpha, valid, each)
+
+    def sweep(
+        self,
+        hidden: Tensor,
+        head: Tensor,
+        teacher_hidden: Tensor,
+        teacher_head: Tensor,
+        weight: Tensor,
+        d2t_target_ids: Tensor | None,
+        teacher_rows: Tensor,
+        *,
+        need_hidden: bool,
+        d_head: Tensor | None,
+    ) -> Swept:
+        """The same for callers that run backward themselves: every row is scored, no graph is made.
+
+        Args:
+            need_hidden: whether to return the gradient of `hidden`.
+            d_head: [Vd, C] float32 (float64 for float64 inputs); the head's gradient is added to it, unless None.
+        """
+        _check_shapes(hidden, head, teacher_hidden, teacher_head, weight, d2t_target_ids, teacher_rows)
+        scored = torch.ones_like(weight, dtype=torch.bool)
+        return sweep(
+            self, hidden, head, teacher_hidden, teacher_head, weight, d2t_target_ids, teacher_rows, scored,
+            need_hidden=need_hidden, d_head=d_head,
+        )  # fmt: skip
 
 
 class SoftCrossEntropy(DraftLoss):
@@ -210,18 +223,26 @@ def _overlap(stats: ChunkStatistics, dz: Tensor | None) -> Tensor:
 
 
 def _check_shapes(
-    hidden: Tensor, head: Tensor, teacher_hidden: Tensor, teacher_head: Tensor, weight: Tensor, ids: Tensor | None
+    hidden: Tensor,
+    head: Tensor,
+    teacher_hidden: Tensor,
+    teacher_head: Tensor,
+    weight: Tensor,
+    ids: Tensor | None,
+    teacher_rows: Tensor | None,
 ) -> None:
     rows = hidden.shape[0]
     fits = (
         hidden.dim() == head.dim() == teacher_hidden.dim() == teacher_head.dim() == 2
         and hidden.shape[1] == head.shape[1]
-        and teacher_hidden.shape == (rows, teacher_head.shape[1])
+        and teacher_hidden.shape[1] == teacher_head.shape[1]
         and weight.shape == (rows,)
+        and (teacher_hidden.shape[0] == rows if teacher_rows is None else teacher_rows.shape == (rows,))
     )
     if not fits:
         raise ValueError(
-            "need hidden [R, C], head [Vd, C], teacher_hidden [R, Ct], teacher_head [V, Ct], weight [R]; got "
+            "need hidden [R, C], head [Vd, C], teacher_hidden [R, Ct] (or [Rt, Ct] with teacher_rows [R]), "
+            "teacher_head [V, Ct], weight [R]; got "
             + ", ".join(str(tuple(t.shape)) for t in (hidden, head, teacher_hidden, teacher_head, weight))
         )
     if ids is None and head.shape[0] != teacher_head.shape[0]:
@@ -236,41 +257,6 @@ def _check_shapes(
         )  # fmt: skip
 
 
-def _exponentials_(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Turns [n, V] logits into exp(logits - m) in place; returns (m [n, 1], argmax [n], S [n, 1])."""
-    m, top = logits.max(1, keepdim=True)
-    e = logits.sub_(m).exp_()
-    return m, top.squeeze(1), e.sum(1, keepdim=True)
-
-
-def _statistics(tau: Tensor, z: Tensor, scratch: Tensor, ids: Tensor | None) -> ChunkStatistics:
-    """Overwrites the teacher's logits tau [n, V], the draft's z [n, Vd] and scratch [n, Vd].
-
-    The only place that reduces over the vocabulary before the row losses: under vocabulary parallelism m_p, m_q are
-    all-reduced by max here, and S_p, S_q, d by sum (and the row losses' own sums).
-    """
-    mass = None
-    if ids is None:
-        m_p, teacher_top, s_p = _exponentials_(tau)
-        p = tau
-    else:
-        # The restricted distribution has its own maximum: relative to the full one all of it may underflow to 0.
-        p = tau.index_select(1, ids)
-        m_full, teacher_top, s_full = _exponentials_(tau)
-        m_p, _, s_p = _exponentials_(p)
-        mass = ((m_p - m_full).exp_() * s_p / s_full).squeeze(1)
-    p.div_(s_p)
-    m_q, draft_top = z.max(1, keepdim=True)
-    z.sub_(m_q)
-    d = torch.linalg.vecdot(p, z)
-    q = z.exp_()
-    s_q = q.sum(1, keepdim=True)
-    q.div_(s_q)
-    p_full = p if mass is None else torch.mul(p, mass[:, None], out=scratch)
-    alpha = torch.minimum(p_full, q, out=scratch).sum(1)
-    return ChunkStatistics(p, q, s_q.squeeze(1).log_() - d, teacher_top, draft_top.squeeze(1), alpha, mass)
-
-
 class _DraftSweep(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -281,53 +267,22 @@ class _DraftSweep(torch.autograd.Function):
         teacher_head: Tensor,
         weight: Tensor,
         ids: Tensor | None,
+        teacher_rows: Tensor | None,
+        scored: Tensor,
         loss: DraftLoss,
         with_grad: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        dtype = math_dtype(hidden, head)
-        R, Vd, V = hidden.shape[0], head.shape[0], teacher_head.shape[0]
+    ) -> tuple[Tensor, ...]:
         need_hidden, need_head = (with_grad and need for need in ctx.needs_input_grad[:2])
-        d_hidden = torch.zeros_like(hidden, dtype=dtype) if need_hidden else None
+        dtype = math_dtype(hidden, head)
         d_head = torch.zeros_like(head, dtype=dtype) if need_head else None
-        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        agree = torch.zeros(R, dtype=torch.bool, device=hidden.device)
-        alpha = torch.zeros(R, dtype=dtype, device=hidden.device)
-        valid = weight != 0
-        present = None
-        if ids is not None:
-            present = torch.zeros(V, dtype=torch.bool, device=hidden.device).index_fill_(0, ids, True)
-        chunk = loss.chunk or rows_per_chunk(max(V, Vd), dtype, hidden.device, mebibytes=4)
-        W, W_teacher = head.detach().to(dtype), teacher_head.to(dtype)
-        chunks = RowChunks(valid, chunk)
-        n_max = min(chunk, chunks.count)
-        buffers = [torch.empty(n_max, width, dtype=dtype, device=hidden.device) for width in (V, Vd, Vd)]
-        with exact_math(hidden.device):
-            for rows in chunks:
-                h, w = hidden[rows].to(dtype), weight[rows].to(dtype)
-                tau, z, scratch = (buffer[: h.shape[0]] for buffer in buffers)
-                torch.mm(teacher_hidden[rows].to(dtype), W_teacher.T, out=tau)
-                if loss.teacher_temperature != 1.0:
-                    tau /= loss.teacher_temperature
-                torch.mm(h, W.T, out=z)
-                stats = _statistics(tau, z, scratch, ids)
-                alpha[rows] = stats.alpha
-                draft_top = stats.draft_top if ids is None else ids[stats.draft_top]
-                agree[rows] = draft_top == stats.teacher_top
-                if present is not None and loss.out_of_vocab == "drop":
-                    known = present[stats.teacher_top]
-                    valid[rows] = known
-                    w = w * known
-                each = loss.rows(stats, scratch if need_hidden or need_head else None)
-                total += torch.dot(w.to(torch.float64), each.to(torch.float64))
-                # The row weight scales the [n, C] side of each product: cheaper than the [n, V] gradient.
-                if d_hidden is not None:
-                    d_hidden[rows] = (scratch @ W).mul_(w[:, None])
-                if d_head is not None:
-                    d_head.addmm_(scratch.T, h * w[:, None])
-        ctx.save_for_backward(d_hidden, d_head)
+        out = sweep(
+            loss, hidden, head, teacher_hidden, teacher_head, weight, ids, teacher_rows, scored,
+            need_hidden=need_hidden, d_head=d_head,
+        )  # fmt: skip
+        ctx.save_for_backward(out.d_hidden, d_head)
         ctx.dtypes = hidden.dtype, head.dtype
-        ctx.mark_non_differentiable(agree, alpha, valid)
-        return total.to(dtype), agree, alpha, valid
+        ctx.mark_non_differentiable(out.each, out.agree, out.alpha, out.valid)
+        return out.total.to(dtype), out.each, out.agree, out.alpha, out.valid
 
     @staticmethod
     @once_differentiable
@@ -337,5 +292,5 @@ class _DraftSweep(torch.autograd.Function):
         return (
             None if d_hidden is None else (d_hidden * upstream).to(hidden_dtype),
             None if d_head is None else (d_head * upstream).to(head_dtype),
-            *(None,) * 6,
+            *(None,) * 8,
         )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_spec.errors import ConfigError
-from lightning_spec.loss.aggregate import Aggregation, document_mean, document_sum, loss_counts, token_weights
+from lightning_spec.loss.aggregate import Aggregation, Split, document_mean, document_sum, loss_counts, token_weights
 from lightning_spec.loss.kl import KLEstimator, k3, kl_estimate
 
 Level = Literal["token", "sequence"]
@@ -57,7 +57,12 @@ def surrogate(
 
 
 def importance_weights(
-    old_logprobs: Tensor, engine_logprobs: Tensor, document: Tensor, cap: float, level: Level
+    old_logprobs: Tensor,
+    engine_logprobs: Tensor,
+    document: Tensor,
+    cap: float,
+    level: Level,
+    split: Split | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Truncated importance sampling: w = min(exp(old - engine), cap), which corrects for the engine's other kernels.
 
@@ -69,7 +74,7 @@ def importance_weights(
     """
     log_ratio = (old_logprobs - engine_logprobs).detach()
     if level == "sequence":
-        log_ratio = document_sum(log_ratio, document)
+        log_ratio = document_sum(log_ratio, document, split)
     return log_ratio.clamp(max=math.log(cap)).exp(), log_ratio > math.log(cap)
 
 
@@ -109,6 +114,7 @@ class PolicyLoss(ABC):
         ref_logprobs: Tensor | None = None,
         entropy: Tensor | None = None,
         totals: Mapping[str, Tensor],
+        split: Split | None = None,
     ) -> PolicyLossOutput:
         """The micro-batch's share of the step's objective. Only rows in `mask` are read.
 
@@ -119,6 +125,8 @@ class PolicyLoss(ABC):
             old_logprobs: [T], the trainer's at the weights that sampled; None: the current weights are those.
             ref_logprobs, entropy: [T] or None.
             totals: `counts` summed over the step.
+            split: given where the T rows are this rank's part of the micro-batch; the ranks' shares then sum to the
+                micro-batch's.
         """
 
 
@@ -238,6 +246,7 @@ class GRPO(PolicyLoss):
         ref_logprobs: Tensor | None = None,
         entropy: Tensor | None = None,
         totals: Mapping[str, Tensor],
+        split: Split | None = None,
     ) -> PolicyLossOutput:
         # Only supervised rows from here on: whatever stands in the others (NaN included) cannot leak, and sums over
         # no rows at all are zeros that still hang on the graph.
@@ -245,14 +254,17 @@ class GRPO(PolicyLoss):
         logp, document, advantages = logprobs[rows], document[rows], advantages[rows]
         old = logp.detach() if old_logprobs is None else old_logprobs[rows].detach()
         engine = engine_logprobs[rows].detach()
-        weight = token_weights(document, totals, self.aggregation, self.constant_length, logp.dtype)
+        weight = token_weights(document, totals, self.aggregation, self.constant_length, logp.dtype, split)
 
         token_log_ratio = logp - old
-        log_ratio = token_log_ratio if self.ratio_level == "token" else document_mean(token_log_ratio, document)
+        by_token = self.ratio_level == "token"
+        log_ratio = token_log_ratio if by_token else document_mean(token_log_ratio, document, split)
         pg, ratio, low, high = surrogate(log_ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
         importance = capped = None
         if self.importance_cap is not None:
-            importance, capped = importance_weights(old, engine, document, self.importance_cap, self.importance_level)
+            importance, capped = importance_weights(
+                old, engine, document, self.importance_cap, self.importance_level, split
+            )
             pg = pg * importance
         pg_loss = (weight * pg).sum()
         loss = pg_loss
@@ -319,9 +331,10 @@ class SupervisedLoss(PolicyLoss):
         ref_logprobs: Tensor | None = None,
         entropy: Tensor | None = None,
         totals: Mapping[str, Tensor],
+        split: Split | None = None,
     ) -> PolicyLossOutput:
         rows = mask.nonzero().squeeze(1)
         logp, document = logprobs[rows], document[rows]
-        weight = token_weights(document, totals, self.aggregation, self.constant_length, logp.dtype)
+        weight = token_weights(document, totals, self.aggregation, self.constant_length, logp.dtype, split)
         loss = -(weight * logp).sum()
         return PolicyLossOutput(loss, {"policy/loss": _total(loss), "policy/nll": _mean_over(-logp)})

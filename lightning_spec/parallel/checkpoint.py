@@ -190,7 +190,7 @@ def load_checkpoint(
     local: dict[str, Any] = {}
     if marker["data_ranks"] == data.size:
         local = torch.load(folder / f"data-rank-{data.rank:05d}.pt", map_location="cpu", weights_only=weights_only)
-    elif data.rank == 0:
+    elif dist.get_rank() == 0:
         log.warning(
             "%s was saved by %d data-parallel ranks and is loaded by %d: random states and data positions start anew",
             folder,

@@ -1,6 +1,9 @@
 """Process groups: the world, and how Megatron cuts it into tensor, pipeline, context, expert and data parallel ranks.
 
-Everything else asks here for the data-parallel group; nothing outside `parallel/` touches Megatron's group state.
+Three groups split what is trained on: `DataParallel` ranks hold different rollouts, the `ContextParallel` ranks of one
+replica hold the same rollouts and split their tokens, and `TokenParallel` is both. What is counted on whole rollouts
+is reduced over the first, what is summed over tokens over the last. Nothing outside `parallel/` touches Megatron's
+group state.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_spec.attention.context import Context
 from lightning_spec.errors import ConfigError
 
 T = TypeVar("T")
@@ -38,11 +42,11 @@ class ParallelSizes:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"bad {field.name}", found=value, needed="a positive integer", key=_key(field.name))
             # Each axis is accepted when its part of the code exists; until then nothing is silently ignored.
-            if value > 1:
+            if value > 1 and field.name != "context_parallel":
                 raise ConfigError(
                     f"{field.name} is not supported yet",
                     found=value,
-                    needed="1 (use data parallelism)",
+                    needed="1 (use data or context parallelism)",
                     key=_key(field.name),
                 )
 
@@ -67,6 +71,11 @@ def _key(name: str) -> str:
 
 
 _sizes: ParallelSizes | None = None
+_context_cpu_group: Any = None
+"""Gloo twin of this rank's context-parallel group, for Python objects; Megatron makes none."""
+_ENGINE_LIMIT = timedelta(days=7)
+"""Bound of its broadcasts: peers wait there while a rank generates rollouts, for which the engine has bounds itself. A
+peer that dies is noticed at once."""
 
 
 def start_single_process_world(timeout_s: float) -> None:
@@ -88,7 +97,7 @@ def initialise_groups(sizes: ParallelSizes, *, timeout_s: float) -> None:
     """
     from megatron.core import parallel_state, tensor_parallel
 
-    global _sizes
+    global _sizes, _context_cpu_group
     sizes.data_parallel(dist.get_world_size())
     if parallel_state.model_parallel_is_initialized():
         if _sizes not in (None, sizes):
@@ -111,16 +120,31 @@ def initialise_groups(sizes: ParallelSizes, *, timeout_s: float) -> None:
         # Counts and metrics are CPU tensors; under gloo the ordinary data group already carries them.
         create_gloo_process_groups=on_gpu,
     )
+    _context_cpu_group = _gloo_twin(parallel_state.get_context_parallel_group())
     # On a CPU the tracker cannot fork a CUDA generator; Megatron's inference tracker is its official no-op.
     tensor_parallel.model_parallel_cuda_manual_seed(1234, inference_rng_tracker=not on_gpu, force_reset_rng=True)
     _sizes = sizes
+
+
+def _gloo_twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A gloo group of the same ranks as `group`, which is one of a partition of the world. Collective."""
+    if group.size() == 1:
+        return group
+    mine = dist.get_process_group_ranks(group)
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    parts = sorted({tuple(ranks) for ranks in every})
+    twin, _ = dist.new_subgroups_by_enumeration([list(p) for p in parts], timeout=_ENGINE_LIMIT, backend="gloo")
+    assert twin is not None
+    return twin
 
 
 def destroy_groups() -> None:
     """Undo `initialise_groups` and the world (tests; a run keeps its groups until the process ends)."""
     from megatron.core import parallel_state
 
-    global _sizes
+    global _sizes, _context_cpu_group
+    _context_cpu_group = None
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -138,17 +162,18 @@ def speaks_for_data_rank() -> bool:
     )
 
 
-class DataParallel:
-    """The ranks that split the data: their number, this rank's place, and the reductions over them."""
+class Ranks:
+    """Ranks that share something: their number, this rank's place, and what they reduce or hand over.
 
-    def __init__(self) -> None:
-        from megatron.core import parallel_state
+    Args:
+        group: for tensors on the device.
+        cpu_group: for CPU tensors and Python objects, which NCCL cannot carry.
+    """
 
-        self.group = parallel_state.get_data_parallel_group()
-        # NCCL cannot carry CPU tensors; Megatron keeps a gloo twin of the group for them.
-        self.cpu_group = parallel_state.get_data_parallel_group_gloo() if dist.get_backend() == "nccl" else self.group
-        self.size: int = parallel_state.get_data_parallel_world_size()
-        self.rank: int = parallel_state.get_data_parallel_rank()
+    def __init__(self, group: dist.ProcessGroup, cpu_group: dist.ProcessGroup) -> None:
+        self.group, self.cpu_group = group, cpu_group
+        self.size: int = group.size()
+        self.rank: int = group.rank()
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, in rank order, on every rank. One collective, also where values differ in size."""
@@ -158,8 +183,16 @@ class DataParallel:
         dist.all_gather_object(out, value, group=self.cpu_group)
         return out
 
+    def broadcast(self, value: T) -> T:
+        """The first rank's value, on every rank; what the others give is not looked at."""
+        if self.size == 1:
+            return value
+        objects: list[Any] = [value if self.rank == 0 else None]
+        dist.broadcast_object_list(objects, dist.get_global_rank(self.cpu_group, 0), group=self.cpu_group)
+        return objects[0]
+
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
-        """Reduce a CPU tensor over the data-parallel ranks, in place; returns it."""
+        """Reduce a CPU tensor over the ranks, in place; returns it."""
         if self.size > 1:
             dist.all_reduce(tensor, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self.cpu_group)
         return tensor
@@ -173,14 +206,51 @@ class DataParallel:
         parts = self.gather({name: value.detach().to("cpu", torch.float64) for name, value in totals.items()})
         names = sorted(totals)
         if any(sorted(part) != names for part in parts):
-            raise ValueError(f"data-parallel ranks count different things: {[sorted(part) for part in parts]}")
+            raise ValueError(f"the ranks count different things: {[sorted(part) for part in parts]}")
         return {name: torch.stack([part[name] for part in parts]).sum(0) for name in names}
 
     @torch.no_grad()
     def broadcast_module(self, module: nn.Module) -> None:
-        """Give every data-parallel rank the first rank's parameters and buffers."""
+        """Give every rank the first rank's parameters and buffers."""
         if self.size == 1:
             return
         source = dist.get_global_rank(self.group, 0)
         for tensor in [*module.parameters(), *module.buffers()]:
             dist.broadcast(tensor.data, source, group=self.group)
+
+
+class DataParallel(Ranks):
+    """The ranks that hold different rollouts: one of each model replica."""
+
+    def __init__(self) -> None:
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_data_parallel_group()
+        nccl = dist.get_backend() == "nccl"
+        super().__init__(group, parallel_state.get_data_parallel_group_gloo() if nccl else group)
+
+
+class ContextParallel(Ranks):
+    """The ranks that hold the same rollouts and split their tokens."""
+
+    def __init__(self) -> None:
+        from megatron.core import parallel_state
+
+        super().__init__(parallel_state.get_context_parallel_group(), _context_cpu_group)
+
+    @property
+    def context(self) -> Context:
+        """As the attention knows them."""
+        return Context.of(self.group) if self.size > 1 else Context.single()
+
+
+class TokenParallel(Ranks):
+    """Data x context parallel: the ranks whose tokens together are the optimiser step's."""
+
+    def __init__(self) -> None:
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        nccl = dist.get_backend() == "nccl"
+        twin = parallel_state.get_data_parallel_group_gloo(with_context_parallel=True) if nccl else group
+        super().__init__(group, twin)

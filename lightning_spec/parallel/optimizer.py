@@ -45,7 +45,7 @@ class ModelOptimizer:
         module: the model itself; its parameter names name the state in checkpoints.
         wrapped: its `DistributedDataParallel`.
         config: rates and clip norm.
-        distributed: shard the state over the data-parallel ranks (Megatron's DistributedOptimizer).
+        distributed: shard the state over data x context parallel ranks (Megatron's DistributedOptimizer).
     """
 
     def __init__(self, module: nn.Module, wrapped: nn.Module, config: OptimConfig, *, distributed: bool) -> None:

@@ -17,11 +17,19 @@ import torch
 
 def seed_step(seed: int, step: int, data_rank: int) -> None:
     """Seed Python's, numpy's and torch's global generators for one optimiser step on one data-parallel rank."""
-    digest = hashlib.blake2b(f"{seed}/{step}/{data_rank}".encode(), digest_size=4).digest()
-    number = int.from_bytes(digest, "little")
+    number = _number(f"{seed}/{step}/{data_rank}", 4)
     random.seed(number)
     np.random.seed(number)
     torch.manual_seed(number)
+
+
+def micro_seed(seed: int, step: int, data_rank: int, index: int) -> int:
+    """A 56-bit seed of one micro-batch's own draws: equal on the ranks of a model replica, else different."""
+    return _number(f"{seed}/{step}/{data_rank}/{index}", 7)
+
+
+def _number(text: str, size: int) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=size).digest(), "little")
 
 
 def random_states() -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -13,8 +13,68 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from lightning_spec.attention.packed import packed_attention
+from lightning_spec.attention.ring import ring_attention
 from lightning_spec.attention.rope import RotaryEmbedding, apply_rotary
+from lightning_spec.attention.ulysses import ulysses_attention
+from lightning_spec.attention.zigzag import Shard
 from lightning_spec.errors import ConfigError
+
+SplitAttention = Literal["ring", "ulysses"]
+"""How ranks attend over documents whose rows they share: K/V travel, or heads are exchanged."""
+
+
+class Attend(Protocol):
+    """Causal attention of one micro-batch's documents: q [T, H, D], k and v [T, K, D] -> [T, H, D]."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """This rank holds every row."""
+
+    lengths: tuple[int, ...]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        return packed_attention(q, k, v, self.lengths, scale=scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """This rank holds a shard; keys and values go round."""
+
+    shard: Shard
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        return ring_attention(q, k, v, self.shard, scale=scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Ulysses:
+    """This rank holds a shard; inside attention it has all rows of some heads."""
+
+    shard: Shard
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        return ulysses_attention(q, k, v, self.shard, scale=scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Rowless:
+    """This rank holds no row: the model runs on one idle row, which attention leaves out while it serves the others."""
+
+    attend: Attend
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        return torch.cat((self.attend(q[:0], k[:0], v[:0], scale), torch.zeros_like(q)))
+
+
+def attend_over(lengths: Sequence[int], shard: Shard | None, split: SplitAttention) -> Attend:
+    """How this rank attends: `split` says how where its rows are a shard."""
+    if shard is None:
+        return Whole(tuple(lengths))
+    attend: Attend = Ring(shard) if split == "ring" else Ulysses(shard)
+    return attend if shard.rows.numel() else Rowless(attend)
 
 
 @dataclass
@@ -26,20 +86,18 @@ class PackedDocuments(PackedSeqParams):
     """
 
     positions: Tensor | None = None
-    """int64 [T], position inside the document."""
-    lengths: tuple[int, ...] = ()
-    """Rows of each document; they sum to T."""
+    """int64 [T], position inside the document of each row that this rank holds."""
+    attend: Attend | None = None
+    """Attention of these documents; one for all layers."""
     cos: Tensor | None = None
     """[T, rotary dims], of the model's dtype; one table serves all layers."""
     sin: Tensor | None = None
 
     @classmethod
-    def of(
-        cls, rope: RotaryEmbedding, positions: Tensor, lengths: Sequence[int], dtype: torch.dtype
-    ) -> PackedDocuments:
+    def of(cls, rope: RotaryEmbedding, positions: Tensor, attend: Attend, dtype: torch.dtype) -> PackedDocuments:
         """One micro-batch's documents, with rotary tables of `dtype`."""
         cos, sin = rope.cos_sin(positions, dtype)
-        return cls(qkv_format="thd", positions=positions, lengths=tuple(lengths), cos=cos, sin=sin)
+        return cls(qkv_format="thd", positions=positions, attend=attend, cos=cos, sin=sin)
 
 
 class PackedCoreAttention(MegatronModule):
@@ -79,9 +137,9 @@ class PackedCoreAttention(MegatronModule):
         if not isinstance(packed_seq_params, PackedDocuments):
             raise TypeError(f"the policy attends over PackedDocuments, not {type(packed_seq_params).__name__}")
         documents = packed_seq_params
+        assert documents.attend is not None
         assert documents.cos is not None
         assert documents.sin is not None
         query = apply_rotary(query, documents.cos, documents.sin)
         key = apply_rotary(key, documents.cos, documents.sin)
-        attended = packed_attention(query, key, value, documents.lengths, scale=self.scale)
-        return attended.flatten(1)
+        return documents.attend(query, key, value, self.scale).flatten(1)

@@ -11,10 +11,11 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from lightning_spec.attention.rope import RotaryEmbedding
+from lightning_spec.attention.zigzag import Shard
 from lightning_spec.errors import ConfigError
 from lightning_spec.policy.checkpoint import has_weights, load_policy
 from lightning_spec.policy.config import megatron_config
-from lightning_spec.policy.core_attention import PackedDocuments
+from lightning_spec.policy.core_attention import PackedDocuments, SplitAttention, attend_over
 from lightning_spec.policy.layer_spec import block_spec
 from lightning_spec.policy.weights import initialize, unwrap
 from lightning_spec.shapes import PolicyShape
@@ -53,25 +54,35 @@ class PolicyModel(GPTModel):
         rope = shape.rope
         # A plain object, not a submodule: it has nothing to save, and its tables are made for each micro-batch.
         self.rope = RotaryEmbedding(rope.head_dim, rope.theta, rope.max_positions, rope.scaling, rope.partial_factor)
+        self.split_attention: SplitAttention = "ring"
+        """How documents are attended that several ranks share; the strategy decides."""
 
-    def forward(self, tokens: Tensor, positions: Tensor, lengths: Sequence[int]) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, lengths: Sequence[int], shard: Shard | None = None) -> Tensor:
         """Packed documents to hidden states.
 
         Args:
             tokens: int64 [T], documents end to end.
             positions: int64 [T], position inside the document.
-            lengths: rows of each document; they sum to T.
+            lengths: rows of each document; without a shard they sum to T.
+            shard: the T rows are this rank's part of the documents (context parallelism), in the shard's order. All
+                ranks of its group call forward, also with T = 0; taps then hold one idle row.
 
         Returns:
             Final-normed hidden states [T, C]; on a pipeline stage that is not the last, the residual stream [T, 1, C].
         """
-        documents = PackedDocuments.of(self.rope, positions, lengths, self.config.params_dtype)
-        return super().forward(
+        attend = attend_over(lengths, shard, self.split_attention)
+        rows = tokens.shape[0]
+        if shard is not None and rows == 0:
+            # Megatron's reshapes want a row, and the other ranks want this one in every layer's attention.
+            tokens, positions = tokens.new_zeros(1), positions.new_zeros(1)
+        documents = PackedDocuments.of(self.rope, positions, attend, self.config.params_dtype)
+        hidden: Tensor = super().forward(
             input_ids=tokens.unsqueeze(0),
             position_ids=positions.unsqueeze(0),
             attention_mask=None,
             packed_seq_params=documents,
         )
+        return hidden[:rows]
 
     def _postprocess(self, hidden_states: Tensor, **unused: Any) -> Tensor:
         return hidden_states.squeeze(1) if self.post_process else hidden_states

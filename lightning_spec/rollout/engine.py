@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -106,12 +106,34 @@ class RefitReport:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationReport:
+    """What adaptive speculation did in a `generate` call, and what it knows after it.
+
+    Args:
+        requests: engine steps, counted once for each request in them.
+        proposals: proposals asked for in them, summed over the requests.
+        off: those of `requests` at batch sizes where proposals were found not to pay.
+        chosen: proposals by batch size as decided now (entry b for b requests; entry 0 unused).
+        gains: measured speed with proposals over speed without, by the first batch size of each band.
+        state: for `Engine.restore_speculation`; plain data.
+    """
+
+    requests: int
+    proposals: int
+    off: int
+    chosen: tuple[int, ...]
+    gains: dict[int, float]
+    state: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Generation:
-    """Figures of the last `generate` call, measured where the engine runs."""
+    """Figures of the last `generate` call, measured where the engine runs. `adaptive` is None where it is not on."""
 
     tokens: int = 0
     seconds: float = 0.0
     spec: SpecStats = field(default_factory=SpecStats)
+    adaptive: SpeculationReport | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -176,6 +198,10 @@ class Engine(ABC):
     @abstractmethod
     def stats(self) -> SpecStats:
         """Counters since the start; they never fall, so differences are taken."""
+
+    def restore_speculation(self, state: dict[str, Any]) -> None:
+        """Go on with what adaptive speculation knew (`SpeculationReport.state`). Nothing where it is not on."""
+        return
 
     def sleep(self) -> bool:
         """Give the accelerator's memory back until `wake`. Returns False where there is nothing to give back."""

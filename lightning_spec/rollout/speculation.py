@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lightning_spec.errors import ConfigError
+from lightning_spec.rollout.adaptive import AdaptiveConfig
 
 Method = Literal["none", "eagle3", "eagle", "draft_model", "ngram", "suffix", "medusa", "mtp", "dflash", "dspark"]
 METHODS: tuple[str, ...] = (
@@ -34,6 +35,10 @@ class Speculation:
         num_speculative_tokens: k, tokens proposed per verification step.
         by_batch_size: (first, last, k) rows, inclusive: k by the number of running requests, 0 turns drafting off for
             that range. Rows must start at 1 and follow each other without gaps.
+        adaptive: measure while tokens are generated whether proposals pay, and switch them off (and on again) by batch
+            size. Off by default: samples stay draws from the policy either way, but which ones come out follows from
+            when a switch was made, and so from the clock; without it a seed repeats its run.
+        probes: how `adaptive` measures.
         draft_sample_method: `greedy` proposes the draft's argmax; `probabilistic` samples from it and verifies with the
             probability ratio. Both leave the sampled distribution unchanged.
         prompt_lookup_min, prompt_lookup_max: n-gram lengths that `ngram` looks up.
@@ -43,6 +48,8 @@ class Speculation:
     method: Method = "eagle3"
     num_speculative_tokens: int = 3
     by_batch_size: list[list[int]] | None = None
+    adaptive: bool = False
+    probes: AdaptiveConfig = field(default_factory=AdaptiveConfig)
     draft_sample_method: Literal["greedy", "probabilistic"] | None = None
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
@@ -132,6 +139,9 @@ class Speculation:
             # vLLM looks every batch size up: the last row is stretched to the largest batch.
             rows[-1] = (first, max(last, max_num_seqs), k)
             config["num_speculative_tokens_per_batch_size"] = rows
+        elif self.adaptive:
+            # The table that adaptive speculation rewrites is there only with rows.
+            config["num_speculative_tokens_per_batch_size"] = [(1, max_num_seqs, self.num_speculative_tokens)]
         for name in ("draft_sample_method", "prompt_lookup_min", "prompt_lookup_max"):
             if (value := getattr(self, name)) is not None:
                 config[name] = value

@@ -14,6 +14,7 @@ import torch
 
 from lightning_spec.batch import Completion, SpecStats
 from lightning_spec.errors import ConfigError, EngineError, MissingExtraError
+from lightning_spec.rollout.adaptive import AdaptiveConfig
 from lightning_spec.rollout.engine import (
     Engine,
     EngineFiles,
@@ -153,6 +154,7 @@ class VLLMEngine(Engine):
         _require_vllm()
         self.close()
         on_gpu = torch.cuda.is_available()
+        self._probes(on_gpu)
         raw = check_policy(files.policy, self.max_model_len, not on_gpu)
         if self.speculation.needs_draft:
             check_draft(self.speculation, files, raw, self.max_model_len, not on_gpu)
@@ -163,7 +165,8 @@ class VLLMEngine(Engine):
             self._specs["draft"] = checkpoint_specs(files.draft)
         self._child = ChildProcess(WORKER, self._environment(on_gpu), self.log_file, "vLLM engine")
         try:
-            self.facts = self._child.request("start", self._settings(files, on_gpu), timeout_s=self.start_timeout_s)
+            settings = self._settings(files, on_gpu)
+            self.facts = self._child.request("start", settings, self._probes(on_gpu), timeout_s=self.start_timeout_s)
             self._check_aliasing()
         except BaseException:
             self.close()
@@ -212,6 +215,19 @@ class VLLMEngine(Engine):
             settings["speculative_config"] = speculative
             settings["per_request_spec_decode_metrics"] = "summary"
         return {**settings, **self.engine_args}
+
+    def _probes(self, on_gpu: bool) -> AdaptiveConfig | None:
+        """How adaptive speculation measures, None where it is not on."""
+        if not (self.speculation.on and self.speculation.adaptive):
+            return None
+        if on_gpu or self.tensor_parallel_size > 1:
+            raise ConfigError(
+                "adaptive speculation needs vLLM's scheduler in the engine's own process",
+                found="a GPU" if on_gpu else f"tensor_parallel_size={self.tensor_parallel_size}",
+                needed="adaptive: false, with by_batch_size rows instead",
+                key=f"{KEY}.speculation.adaptive",
+            )
+        return self.speculation.probes
 
     def _dtype(self) -> str:
         """`auto` is what the policy's checkpoint holds. vLLM's own `auto` makes float32 into bfloat16, and then the
@@ -302,6 +318,10 @@ class VLLMEngine(Engine):
 
     def stats(self) -> SpecStats:
         return self._request("stats")
+
+    def restore_speculation(self, state: dict[str, Any]) -> None:
+        if state and self.facts.get("adaptive"):
+            self._request("restore_speculation", state)
 
     # --- weights --------------------------------------------------------------------------------------------------
 

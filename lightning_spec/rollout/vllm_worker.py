@@ -17,7 +17,9 @@ from typing import Any
 
 from lightning_spec.batch import Completion, SpecStats
 from lightning_spec.errors import ConfigError
+from lightning_spec.rollout.adaptive import AdaptiveConfig
 from lightning_spec.rollout.engine import Generation, Request, Sampling
+from lightning_spec.rollout.vllm_adaptive import AdaptiveScheduler
 from lightning_spec.rollout.weight_transfer import BACKEND
 
 PR_SET_PDEATHSIG = 1
@@ -31,9 +33,10 @@ class Server:
         self._llm: Any = None
         self._progress = progress
         self._speculative = False
+        self._adaptive: AdaptiveScheduler | None = None
         self._asleep = False
 
-    def start(self, settings: dict[str, Any]) -> dict[str, Any]:
+    def start(self, settings: dict[str, Any], adaptive: AdaptiveConfig | None = None) -> dict[str, Any]:
         """Build the engine. `settings` are keyword arguments of vllm.LLM."""
         from vllm.platforms import current_platform
 
@@ -60,11 +63,14 @@ class Server:
         self._llm.update_weight_version("0")
         if not in_process:
             _watch_children()
+        elif adaptive is not None:
+            self._adaptive = AdaptiveScheduler(self._llm.llm_engine.engine_core.engine_core.scheduler, adaptive)
         (facts, *_) = self._rpc("spec_facts")
         config = self._llm.llm_engine.vllm_config
         return {
             **facts,
             "cpu": cpu,
+            "adaptive": self._adaptive is not None,
             "max_model_len": config.model_config.max_model_len,
             "vocab_size": config.model_config.get_vocab_size(),
         }
@@ -98,7 +104,8 @@ class Server:
         seconds = time.perf_counter() - began
         completions = [_completion(output.outputs[0]) for output in outputs]
         tokens = sum(len(completion.tokens) for completion in completions)
-        return completions, Generation(tokens, seconds, self.stats() - before)
+        report = None if self._adaptive is None else self._adaptive.report()
+        return completions, Generation(tokens, seconds, self.stats() - before, report)
 
     def _bar(self, iterable: Any = None, total: int = 0, **_: Any) -> Any:
         # vLLM first wraps the adding of requests in a bar, which is quick, then makes one for the generation.
@@ -125,6 +132,10 @@ class Server:
             accepted=counts.get("accepted_tokens", 0),
             per_position=counts.get("accepted_tokens_per_pos", ()),
         )
+
+    def restore_speculation(self, state: dict[str, Any]) -> None:
+        if self._adaptive is not None:
+            self._adaptive.restore(state)
 
     def refit_begin(self, target: str, names: list[str]) -> None:
         self._rpc("spec_expect", names)

@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import Checkpoint
 
 from callbacks.rollout import RolloutCallback
 from lightning_spec.batch import Completion, SpecStats, StepBatch
@@ -187,7 +188,7 @@ class Run:
             accelerator="cpu",
             enable_progress_bar=False,
             enable_model_summary=False,
-            enable_checkpointing=False,
+            enable_checkpointing=any(isinstance(c, Checkpoint) for c in more(folder)),
             num_sanity_val_steps=0,
             val_check_interval=2,
             check_val_every_n_epoch=None,

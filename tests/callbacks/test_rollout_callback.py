@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 
 import pytest
 
 from lightning_spec.errors import ConfigError, EngineError
-from lightning_spec.rollout.engine import Sampling
+from lightning_spec.rollout.engine import Sampling, SpeculationReport
 
 
 def test_each_phase_refits_generates_and_trains_in_this_order(make_run):
@@ -156,15 +157,47 @@ def test_numbers_out_of_range_are_refused(make_run, key):
 
 
 def test_speculation_that_cannot_pay_is_said_once(make_run, monkeypatch):
-    monkeypatch.setattr("callbacks.rollout.PAYS_FROM", 4.0)
+    monkeypatch.setattr("callbacks.gain.PAYS_FROM", 4.0)
     said = []
-    monkeypatch.setattr("callbacks.rollout.rank_zero_warn", said.append)
+    monkeypatch.setattr("callbacks.gain.rank_zero_warn", said.append)
     make_run(steps=3).fit()
     assert len(said) == 1
     assert "acceptance length 3.00" in said[0]
-    monkeypatch.setattr("callbacks.rollout.PAYS_FROM", 2.0)
+    monkeypatch.setattr("callbacks.gain.PAYS_FROM", 2.0)
     make_run(steps=3).fit()
     assert len(said) == 1
+
+
+def test_adaptive_speculation_is_logged_said_once_for_a_band_and_carried_across_a_resume(make_run, monkeypatch):
+    said = []
+    monkeypatch.setattr("callbacks.gain.rank_zero_warn", said.append)
+
+    def adaptive_run(**options):
+        run = make_run(**options)
+        generate, run.restored = run.engine.generate, []
+        run.engine.restore_speculation = run.restored.append
+
+        def reporting(*args):
+            out = generate(*args)
+            report = SpeculationReport(10, 15, 4, (0, 3, 0, 0), {1: 1.4, 2: 0.8}, {"2": {"calls": run.engine.calls}})
+            run.engine.last = dataclasses.replace(run.engine.last, adaptive=report)
+            return out
+
+        run.engine.generate = reporting
+        return run.fit()
+
+    first = adaptive_run(steps=3)
+    values = first.module.trained[0].metrics.values()
+    assert (values["rollout/k"], values["rollout/spec_off"]) == (1.5, 0.4)
+    assert len(said) == 1
+    assert "from 2 running requests on (0.80x" in said[0]
+    state = first.rollout.state_dict()
+    assert state["speculation"] == {"2": {"calls": first.engine.calls}}
+    second = make_run()
+    second.rollout.load_state_dict(state)
+    second.engine.restore_speculation = (given := []).append
+    second.fit()
+    assert given == [state["speculation"]]
 
 
 def test_rollouts_longer_than_the_drafts_positions_are_refused_before_the_engine_starts(make_run):

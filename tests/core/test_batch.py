@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -104,3 +106,17 @@ def test_spec_stats_subtract_and_count_the_bonus_token() -> None:
 def test_completion_refuses_log_probs_of_another_length() -> None:
     with pytest.raises(ValueError, match="2 tokens but 1 log-probs"):
         Completion((1, 2), (0.0,), "stop")
+
+
+def test_take_indexes_every_row_and_leaves_what_belongs_to_the_whole() -> None:
+    batch = replace(pack([rollout(3, 4), rollout(2, 1)], 64)[0], seed=5)
+    rows = torch.tensor([0, 3, 8])
+    taken = batch.take(rows)
+    for name in batch.__slots__:
+        whole, part = getattr(batch, name), getattr(taken, name)
+        if isinstance(whole, torch.Tensor):
+            assert torch.equal(part, whole[rows]), name
+        else:
+            assert part == whole, name
+    assert taken.lengths == [7, 3]
+    assert batch.take(rows[:0]).tokens.shape == (0,)

@@ -32,8 +32,11 @@ def start(folder: Path, world: int, script: str, *arguments: str, timeout_s: flo
             log = open(folder / f"log-{rank}.txt", "w")  # noqa: SIM115
             command = [sys.executable, "-W", "ignore", str(HERE / script), str(folder), *arguments]
             processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-        for rank, process in enumerate(processes):
-            assert process.wait(timeout_s) == 0, (folder / f"log-{rank}.txt").read_text()[-3000:]
+        for process in processes:
+            # The rank that ends first is often not the one with the cause, but one that lost its connection to it.
+            assert process.wait(timeout_s) == 0, "\n".join(
+                f"--- rank {rank}\n{(folder / f'log-{rank}.txt').read_text()[-3000:]}" for rank in range(world)
+            )
     finally:
         for process in processes:
             process.kill()

@@ -172,8 +172,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def build(variant: dict[str, Any], shape: Any, dtype: torch.dtype = torch.float64) -> Eagle3:
-    draft = Eagle3(**variant)
+MODES = ["stream", "ring"]
+"""ring with one rank: all rows at once, the plain way."""
+
+
+def build(variant: dict[str, Any], shape: Any, dtype: torch.dtype = torch.float64, mode: Any = "stream") -> Eagle3:
+    draft = Eagle3(**variant, chunk_rows=5)
+    draft.set_attention(mode)
     if "draft_vocab_size" in variant:
         draft.use_vocab_map(reduced([1, 4, 5, 11, 22]))
     draft.build(shape, dtype=dtype, seed=3)
@@ -188,10 +193,11 @@ def build(variant: dict[str, Any], shape: Any, dtype: torch.dtype = torch.float6
 
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("masked", [False, True], ids=["all_sampled", "turns_and_stops"])
+@pytest.mark.parametrize("mode", MODES)
 def test_loss_gradients_and_metrics_equal_the_formulas(
-    name: str, masked: bool, make_shape: Callable[..., Any], make_inputs: Callable[..., DraftInputs]
+    name: str, masked: bool, mode: str, make_shape: Callable[..., Any], make_inputs: Callable[..., DraftInputs]
 ) -> None:
-    draft = build(VARIANTS[name], make_shape())
+    draft = build(VARIANTS[name], make_shape(), mode=mode)
     x = make_inputs(LENGTHS, sampled=SAMPLED if masked else None, stop=STOP if masked else None)
     out = draft(x, SoftCrossEntropy(), totals_of(draft, x))
     want, means = dense(draft, x)
@@ -201,11 +207,12 @@ def test_loss_gradients_and_metrics_equal_the_formulas(
     assert got == pytest.approx(means, abs=1e-10)
 
 
-@pytest.mark.parametrize("name", ["seven_passes", "two_layers", "reduced_vocabulary"])
+@pytest.mark.parametrize("name", ["seven_passes", "two_layers", "reduced_vocabulary", "own_all"])
+@pytest.mark.parametrize("mode", MODES)
 def test_float32_is_within_1e_5_of_the_formulas(
-    name: str, make_shape: Callable[..., Any], make_inputs: Callable[..., DraftInputs]
+    name: str, mode: str, make_shape: Callable[..., Any], make_inputs: Callable[..., DraftInputs]
 ) -> None:
-    wide, narrow = (build(VARIANTS[name], make_shape(), dtype) for dtype in (torch.float64, torch.float32))
+    wide, narrow = (build(VARIANTS[name], make_shape(), dtype, mode) for dtype in (torch.float64, torch.float32))
     with torch.no_grad():
         for a, b in zip(wide.parameters(), narrow.parameters(), strict=True):
             a.copy_(b)
@@ -217,30 +224,27 @@ def test_float32_is_within_1e_5_of_the_formulas(
 
 
 @pytest.mark.parametrize("passes", range(1, 8))
+@pytest.mark.parametrize("mode", MODES)
 def test_n_passes_means_n_passes(
-    passes: int, make_shape: Callable[..., Any], make_inputs: Callable[..., DraftInputs]
+    passes: int, mode: str, make_shape: Callable[..., Any], make_inputs: Callable[..., DraftInputs]
 ) -> None:
-    draft = build({"num_passes": passes}, make_shape())
+    draft = build({"num_passes": passes}, make_shape(), mode=mode)
     x = make_inputs([12])
     totals = totals_of(draft, x)
-    calls: list[int] = []
-
-    def counting(hidden: Tensor, *rest: Any) -> Any:
-        calls.append(hidden.shape[0])
-        return SoftCrossEntropy()(hidden, *rest)
-
-    out = draft(x, counting, totals)
-    assert calls == [11 - i for i in range(passes)]  # row t takes part in pass i while x_{t+1+i} exists
-    assert [int(totals[f"draft_pass_{i}"]) for i in range(passes)] == calls
+    out = draft(x, SoftCrossEntropy(), totals)
+    want = [11 - i for i in range(passes)]  # row t takes part in pass i while x_{t+1+i} exists
+    assert [int(totals[f"draft_pass_{i}"]) for i in range(passes)] == want
+    assert [int(out.metrics[f"draft/loss_{i}"][1]) for i in range(passes)] == want
     assert {name for name in out.metrics if name.startswith("draft/loss")} == {f"draft/loss_{i}" for i in range(passes)}
 
 
+@pytest.mark.parametrize("mode", MODES)
 def test_many_ended_rows_are_compacted_without_changing_the_result(
-    make_shape: Callable[..., Any], make_inputs: Callable[..., DraftInputs]
+    mode: str, make_shape: Callable[..., Any], make_inputs: Callable[..., DraftInputs]
 ) -> None:
     lengths = [2] * 6 + [3] * 5 + [10]  # most rows end after a pass or two
     for variant in ({"num_passes": 5}, {"num_passes": 5, "num_layers": 2}):
-        draft = build(variant, make_shape())
+        draft = build(variant, make_shape(), mode=mode)
         x = make_inputs(lengths)
         out = draft(x, SoftCrossEntropy(), totals_of(draft, x))
         want, _ = dense(draft, x)

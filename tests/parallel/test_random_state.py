@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from lightning_spec.parallel.random_state import random_states, restore_random_states, seed_step
+from lightning_spec.parallel.random_state import micro_seed, random_states, restore_random_states, seed_step
 
 
 def draws() -> tuple[float, float, float, float]:
@@ -41,3 +41,10 @@ def test_a_steps_draws_depend_on_seed_step_and_data_rank_alone() -> None:
     draws()
     seed_step(2, 1, 0)
     assert draws() == found[2, 1, 0]
+
+
+def test_every_micro_batch_of_every_data_rank_and_step_has_a_seed_of_its_own() -> None:
+    seeds = {micro_seed(seed, step, rank, i) for seed in (1, 2) for step in (0, 11) for rank in (0, 1) for i in (0, 1)}
+    assert len(seeds) == 16
+    assert micro_seed(1, 0, 0, 0) in seeds, "a function of its arguments alone"
+    torch.Generator().manual_seed(max(seeds))

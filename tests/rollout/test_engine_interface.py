@@ -88,6 +88,9 @@ def test_speculation_becomes_vllm_s_dictionary() -> None:
         "num_speculative_tokens_per_batch_size": [(1, 4, 3), (5, 64, 0)],
         "max_model_len": 99,
     }
+    adaptive = Speculation("eagle3", 3, adaptive=True).to_vllm("/draft", max_num_seqs=64)
+    assert adaptive is not None
+    assert adaptive["num_speculative_tokens_per_batch_size"] == [(1, 64, 3)], "the table that it rewrites"
     assert [Speculation(method).needs_draft for method in ("none", "ngram", "suffix", "eagle3")] == [False] * 3 + [True]
 
 
