@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
 
 class Spy(SoftCrossEntropy):
-    """The draft loss, with each pass's per-row agreement kept."""
+    """The draft loss, with the per-row agreement kept: pass by pass, the rows in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,11 +92,14 @@ def test_agreement_in_training_predicts_acceptance_in_vllm(rollouts: tuple[SpecG
     spy = module.draft_loss
     assert isinstance(spy, Spy)
     spy.agree.clear()
+    assert module.draft is not None
+    module.draft.set_attention("ring")  # scores all rows of all passes in one call; the streamed engine in chunks
     with cpu_stand_in(), torch.no_grad():
         module.micro_step(module.policy, module.draft, batch, {**module.counts([batch])})  # type: ignore[arg-type]
     depth = pass_depth(batch.positions, batch.sampled, batch.stop, K, 256)
     agree = torch.zeros(len(batch.tokens), K, dtype=torch.bool)
-    for i, rows in enumerate(spy.agree):
+    counts = [int((depth > i).sum()) for i in range(K)]
+    for i, rows in enumerate(torch.cat(spy.agree).split(counts)):
         agree[depth > i, i] = rows
     steps: list[list[bool]] = []
     start = 0
