@@ -51,7 +51,7 @@ def stages(root: Path, extra: list[str]) -> list[Stage]:
         Stage(
             "sft",
             "train the policy from scratch on worked sums (supervised)",
-            3.0,
+            5.0,
             root / "sft" / "export" / "policy" / "config.json",
             fit("sft"),
         ),
