@@ -47,7 +47,7 @@ def draft(
     inner: int = 1024,
     vocabulary: int = 4096,
     layers: int = 1,
-    chunk_rows: int = 1024,
+    chunk_rows: int | None = None,
     small: bool = False,
 ) -> Step:
     """One forward and backward of `Eagle3` with `SoftCrossEntropy` on one document.
@@ -58,7 +58,7 @@ def draft(
         small: this is the small step that runs first, so that libraries are loaded before anything is measured.
     """
     here = context()
-    sizes = {
+    sizes: dict[str, Any] = {
         "hidden": hidden,
         "heads": heads,
         "kv_heads": kv_heads,
