@@ -47,15 +47,20 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ToyModule]:
 
 
 @pytest.mark.parametrize("step", [1, 4, 5, 6, 10, 11])
-def test_a_run_resumed_at_any_step_equals_the_uninterrupted_one_digit_for_digit(
+def test_a_run_resumed_at_any_step_equals_the_uninterrupted_one(
     step: int, full: tuple[Path, ToyModule], tmp_path: Path
 ) -> None:
+    """Up to rounding in the eighth digit: two runs in one process lie elsewhere in memory, and some of torch's CPU sums
+    take another order there. (The noise is a thousand times that; separate processes: tests/integration/test_resume.)
+    """
     folder, reference = full
     module, one = run(tmp_path, 12, resume=folder / f"step-{step:08d}")
-    assert module.logged == reference.logged[step:]
+    assert len(module.logged) == len(reference.logged[step:])
+    for found, wanted in zip(module.logged, reference.logged[step:], strict=True):
+        assert found == pytest.approx(wanted, rel=1e-5, abs=1e-8)
     assert (one.global_step, one.current_epoch) == (12, 3)
     for mine, theirs in zip(module.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-7)
 
 
 def test_the_noise_would_show_if_generators_were_not_restored(full: tuple[Path, ToyModule], tmp_path: Path) -> None:
