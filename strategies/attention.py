@@ -9,6 +9,7 @@ from lightning_spec.attention.context import Context
 from lightning_spec.attention.ulysses import check_ulysses
 from lightning_spec.draft.base import AttentionMode
 from lightning_spec.errors import ConfigError
+from lightning_spec.parallel.groups import strategy_key
 from lightning_spec.policy import PolicyModel
 from lightning_spec.policy.core_attention import SplitAttention
 
@@ -25,14 +26,14 @@ class AttentionChoice:
         for field, options in (("policy_attention", SplitAttention), ("draft_attention", AttentionMode)):
             if (found := getattr(self, field)) not in get_args(options):
                 raise ConfigError(
-                    f"unknown {field}", found=found, needed=f"one of {get_args(options)}", key=_key(field)
+                    f"unknown {field}", found=found, needed=f"one of {get_args(options)}", key=strategy_key(field)
                 )
         if self.memory_limit_gib is not None and not self.memory_limit_gib > 0:
             raise ConfigError(
                 "bad memory_limit_gib",
                 found=self.memory_limit_gib,
                 needed="GiB above 0, or null for no limit",
-                key=_key("memory_limit_gib"),
+                key=strategy_key("memory_limit_gib"),
             )
 
     @property
@@ -60,8 +61,4 @@ class AttentionChoice:
 
 def _check_heads(model: Any, size: int, field: str) -> None:
     if hasattr(model, "num_heads"):
-        check_ulysses(model.num_heads, model.num_kv_heads, size, _key(field))
-
-
-def _key(field: str) -> str:
-    return f"trainer.strategy.init_args.{field}"
+        check_ulysses(model.num_heads, model.num_kv_heads, size, strategy_key(field))

@@ -18,6 +18,7 @@ import torch
 from lightning_spec.attention.cost import DraftWork, Mode, estimate, fitting_chunk, prefer
 from lightning_spec.draft.base import AttentionMode
 from lightning_spec.draft.eagle3 import Eagle3
+from lightning_spec.draft.mode import draft_work
 from lightning_spec.errors import ConfigError
 from lightning_spec.shapes import PolicyShape
 
@@ -113,7 +114,7 @@ def report(strategy: Any, module: Any, trainer: Any) -> None:
         shape=shape,
         recompute=bool(getattr(getattr(module, "source", None), "recompute", False)),
         trains_policy=module.trains_policy,
-        draft=None if known is None else draft_work(known, tokens, size, b),
+        draft=None if known is None else draft_work(known, tokens, tokens, size, b),
         asked="auto" if known is None else known.attention,
     )
     activations = rank.activations(tokens, size, b)
@@ -137,27 +138,6 @@ def report(strategy: Any, module: Any, trainer: Any) -> None:
             needed=f"at most {limit.size / _GIB:.2f} GiB ({limit.where}): {rank.what_fits(tokens, size, b, trusted)}",
             key=f"{KEY}.memory_limit_gib" if limit.given else f"{KEY}.token_budget",
         )
-
-
-def draft_work(draft: Eagle3, tokens: int, context: int, b: int) -> DraftWork:
-    """A micro-batch in which every row carries loss."""
-    config = draft.built()
-    return DraftWork(
-        tokens=tokens,
-        context=context,
-        passes=draft.num_passes,
-        layers=config.num_layers,
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        hidden=config.hidden_size,
-        intermediate=config.intermediate_size,
-        vocabulary=config.draft_vocab_size,
-        taps=len(config.aux_layer_ids),
-        bytes_per_element=b,
-        rows=tokens,
-        chunk_rows=draft.chunk_rows,
-    )
 
 
 def _modes(work: DraftWork, used: Mode) -> list[str]:

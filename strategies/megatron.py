@@ -26,7 +26,7 @@ from lightning_spec.draft.base import AttentionMode
 from lightning_spec.errors import ConfigError
 from lightning_spec.metrics import MetricBag
 from lightning_spec.optim import OptimConfig
-from lightning_spec.parallel.groups import ParallelSizes
+from lightning_spec.parallel.groups import ParallelSizes, strategy_key
 from lightning_spec.parallel.optimizer import MODELS, JointOptimizer, ModelOptimizer, make_scheduler
 from lightning_spec.parallel.random_state import micro_seed, seed_step
 from lightning_spec.parallel.schedule import run_forward, run_forward_backward
@@ -169,7 +169,7 @@ class MegatronStrategy(CheckpointedStrategy):
                 f"the {name} was built in half precision",
                 found=sorted(str(dtype) for dtype in dtypes),
                 needed="float32 weights, or the strategy's precision: bf16",
-                key=_key("precision"),
+                key=strategy_key("precision"),
             )
         self.tokens.broadcast_module(model)
 
@@ -378,8 +378,4 @@ def _refuse_shared_parameters(models: dict[str, nn.Module]) -> None:
 
 def _require(good: bool, field: str, found: Any, needed: str) -> None:
     if not good:
-        raise ConfigError(f"bad {field}", found=found, needed=needed, key=_key(field))
-
-
-def _key(field: str) -> str:
-    return f"trainer.strategy.init_args.{field}"
+        raise ConfigError(f"bad {field}", found=found, needed=needed, key=strategy_key(field))

@@ -57,6 +57,11 @@ class Work:
         """Row r sees the keys [low[r], high[r]); an empty interval is one with high <= low."""
         return cls(low.numel(), keys, given=(low, torch.maximum(low, high)))
 
+    @classmethod
+    def among(cls, low: Tensor, high: Tensor, held: Tensor) -> Work:
+        """Row r sees those of the rows `held` (int64, ascending) that lie in [low[r], high[r])."""
+        return cls.of_intervals(torch.searchsorted(held, low), torch.searchsorted(held, high), held.numel())
+
     @property
     def empty(self) -> bool:
         """Whether no row sees any key."""

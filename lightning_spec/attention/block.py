@@ -94,7 +94,7 @@ def ring_block_attention(
     def make() -> list[Work]:
         low, high = trunk_intervals(anchors, slots, shard.lengths, window)
         context = shard.context
-        return [_held_work(low, high, shard.layout.rows(context.next(-step))) for step in range(context.size)]
+        return [Work.among(low, high, shard.layout.rows(context.next(-step))) for step in range(context.size)]
 
     works = shard.remember(("blocks on the ring", key, slots, window), make)
     return _attend_blocks(_Ring(works, shard.context), q, trunk_k, trunk_v, block_k, block_v, causal, window, scale)
@@ -230,7 +230,7 @@ class _Moved:
         have = list(torch.arange(low.numel()).split([anchors.numel() * slots for anchors in everyone]))
         want, self.work = [], Work(0, 0)
         for rank in range(shard.size):
-            work = _held_work(low, high, shard.layout.rows(rank))
+            work = Work.among(low, high, shard.layout.rows(rank))
             first, last = work.intervals()
             seeing = (last > first).nonzero().flatten()
             want.append(seeing[torch.argsort(last[seeing], stable=True)])
@@ -340,11 +340,6 @@ def _trunk_work(anchors: bytes, slots: int, lengths: tuple[int, ...], window: in
     """The layers of a draft share it."""
     rows = torch.frombuffer(bytearray(anchors), dtype=torch.int64) if anchors else torch.zeros(0, dtype=torch.int64)
     return Work.of_intervals(*trunk_intervals(rows, slots, lengths, window), sum(lengths))
-
-
-def _held_work(low: Tensor, high: Tensor, held: Tensor) -> Work:
-    """Intervals of global rows, as intervals of the ascending rows `held` of a rank."""
-    return Work.of_intervals(torch.searchsorted(held, low), torch.searchsorted(held, high), held.numel())
 
 
 def _bytes(anchors: Tensor) -> bytes:

@@ -55,23 +55,35 @@ def branch_attention(
     Raises:
         ValueError: shapes that do not fit together, rows not ascending or out of range, a window below 1.
     """
-    check_shapes(q, trunk_k, trunk_v, lengths, trunk_k.shape[0] if rows is None else rows.numel(), window)
-    shape = (q.shape[0], *trunk_k.shape[1:])
-    if len(branch_k) != len(branch_v) or any(x.shape != shape for x in (*branch_k, *branch_v)):
-        found = [tuple(x.shape) for x in (*branch_k, *branch_v)]
-        raise ValueError(f"branch_k and branch_v must be equally many tensors of shape {shape}, found {found}")
-    if rows is None:
-        runs = layout.whole_documents(tuple(lengths))
-    else:
-        if rows.numel() and (bool((rows.diff() <= 0).any()) or rows[0] < 0 or rows[-1] >= trunk_k.shape[0]):
-            raise ValueError(f"rows must be strictly ascending and inside 0..{trunk_k.shape[0] - 1}")
-        runs = layout.selected_runs(lengths, rows)
+    check_branch(q, trunk_k, trunk_v, branch_k, branch_v, lengths, window, rows)
+    runs = layout.whole_documents(tuple(lengths)) if rows is None else layout.selected_runs(lengths, rows)
     passes = len(branch_k)
     work = Work.of_runs(runs, trunk_k.shape[0], passes, window)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     # Branch keys outside of the window get no gradient and need not be held.
     first = 0 if window is None else max(0, passes - window)
     return _Branch.apply(work, scale, q, trunk_k, trunk_v, *branch_k[first:], *branch_v[first:])
+
+
+def check_branch(
+    q: Tensor,
+    trunk_k: Tensor,
+    trunk_v: Tensor,
+    branch_k: Sequence[Tensor],
+    branch_v: Sequence[Tensor],
+    lengths: Sequence[int],
+    window: int | None,
+    rows: Tensor | None,
+) -> None:
+    """Raises ValueError where the arguments of `branch_attention` do not fit together."""
+    total = trunk_k.shape[0]
+    check_shapes(q, trunk_k, trunk_v, lengths, total if rows is None else rows.numel(), window)
+    shape = (q.shape[0], *trunk_k.shape[1:])
+    if len(branch_k) != len(branch_v) or any(x.shape != shape for x in (*branch_k, *branch_v)):
+        found = [tuple(x.shape) for x in (*branch_k, *branch_v)]
+        raise ValueError(f"branch_k and branch_v must be equally many tensors of shape {shape}, found {found}")
+    if rows is not None and rows.numel() and (bool((rows.diff() <= 0).any()) or rows[0] < 0 or rows[-1] >= total):
+        raise ValueError(f"rows must be strictly ascending and inside 0..{total - 1}")
 
 
 class _Branch(torch.autograd.Function):

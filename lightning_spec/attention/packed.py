@@ -48,10 +48,10 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], rows: 
         )
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"{q.shape[1]} query heads do not divide into {k.shape[1]} kv heads")
-    if q.shape[0] != rows:
-        raise ValueError(f"q has {q.shape[0]} rows, expected {rows}")
     if sum(lengths) != k.shape[0] or any(length < 0 for length in lengths):
         raise ValueError(f"lengths sum to {sum(lengths)} and must be >= 0, the trunk has {k.shape[0]} rows")
+    if q.shape[0] != rows:
+        raise ValueError(f"q has {q.shape[0]} rows, expected {rows}")
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1, found {window}")
 

@@ -19,12 +19,11 @@ from torch.autograd.function import once_differentiable
 
 from lightning_spec.attention import layout
 from lightning_spec.attention.attend import Work, attend, attend_backward, merge_
-from lightning_spec.attention.branch import branch_backward, merge_branch
+from lightning_spec.attention.branch import branch_backward, check_branch, merge_branch
 from lightning_spec.attention.context import Context, pack
 from lightning_spec.attention.hops import DirectHops, Hops, RingHops
 from lightning_spec.attention.kernels import accumulation_dtype
 from lightning_spec.attention.layout import Item, Run
-from lightning_spec.attention.packed import check_shapes
 from lightning_spec.attention.zigzag import Shard
 
 
@@ -98,14 +97,7 @@ def check_local(
 
     (The other ranks still wait for this one until the group's timeout.)
     """
-    held = shard.rows.numel()
-    check_shapes(q, trunk_k, trunk_v, (held,), held if rows is None else rows.numel(), window)
-    shape = (q.shape[0], *trunk_k.shape[1:])
-    if len(branch_k) != len(branch_v) or any(x.shape != shape for x in (*branch_k, *branch_v)):
-        found = [tuple(x.shape) for x in (*branch_k, *branch_v)]
-        raise ValueError(f"branch_k and branch_v must be equally many tensors of shape {shape}, found {found}")
-    if rows is not None and rows.numel() and (bool((rows.diff() <= 0).any()) or rows[0] < 0 or rows[-1] >= held):
-        raise ValueError(f"rows must be strictly ascending and inside 0..{held - 1}")
+    check_branch(q, trunk_k, trunk_v, branch_k, branch_v, (shard.rows.numel(),), window, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +260,7 @@ def _make_plan(shard: Shard, rows: Tensor | None, offset: int, window: int | Non
     if not _hides(runs, offset, window):  # by local rows both chunks are one: order is all that causal work needs
         own = Work.of_runs(layout.selected_runs(shard.layout.counts(shard.rank), local), shard.rows.numel())
     else:
-        own = Work.of_intervals(*_bounds(runs, shard.rows, offset, window), shard.rows.numel())
+        own = Work.among(*layout.intervals(runs, offset, window), shard.rows)
     return Plan.of([own, *works], hops)
 
 
@@ -279,7 +271,7 @@ def _work(runs: Sequence[Run], block: Tensor, offset: int, window: int | None) -
     A run's own rows are in no block, so that all its rows see the same keys where no window is in force.
     """
     if _hides(runs, offset, window):
-        return Work.of_intervals(*_bounds(runs, block, offset, window), block.numel())
+        return Work.among(*layout.intervals(runs, offset, window), block)
     ends = torch.tensor([(run.document, run.row) for run in runs], dtype=torch.int64).view(-1, 2)
     full: list[Item] = []
     for run, (low, high) in zip(runs, torch.searchsorted(block, ends).tolist(), strict=True):
@@ -296,12 +288,6 @@ def _work(runs: Sequence[Run], block: Tensor, offset: int, window: int | None) -
 def _hides(runs: Sequence[Run], offset: int, window: int | None) -> bool:
     """Whether the window hides a key from any of the query rows."""
     return window is not None and layout.longest_reach(runs) + offset >= window
-
-
-def _bounds(runs: Sequence[Run], block: Tensor, offset: int, window: int | None) -> tuple[Tensor, Tensor]:
-    """(low, high) of every query row in `block`."""
-    low, high = layout.intervals(runs, offset, window)
-    return torch.searchsorted(block, low), torch.searchsorted(block, high)
 
 
 def _seen_rows(shard: Shard, reach: int) -> list[list[Tensor]]:

@@ -27,11 +27,12 @@ class Ahead:
         self.last = x.tokens.numel() - 1
         self.rows: Tensor | None = None
         self.embeddings, self.hidden, self.tokens = x.embeddings, x.hidden, x.tokens
-        if x.shard is not None and x.shard.size > 1 and want is not None:
-            self.rows = want[x.shard.rank]
+        shard = x.split
+        if shard is not None and want is not None:
+            self.rows = want[shard.rank]
             self.tokens = x.tokens[self.rows]
             wanted = [x.embeddings, x.hidden] if teachers else [x.embeddings]
-            self.embeddings, self.hidden = (*fetch(wanted, want, x.shard), x.hidden)[:2]
+            self.embeddings, self.hidden = (*fetch(wanted, want, shard), x.hidden)[:2]
 
     def index(self, rows: Tensor) -> Tensor:
         """Where the global `rows` stand here. Rows past the end, and rows that were not wanted, give some other row:

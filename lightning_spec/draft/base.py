@@ -55,6 +55,11 @@ class DraftInputs:
     """Of a draft's random choices (which rows are sampled): equal on the ranks that share the micro-batch, and another
     one for every other micro-batch."""
 
+    @property
+    def split(self) -> Shard | None:
+        """The shard where other ranks hold rows, too; None where this one has them all."""
+        return self.shard if self.shard is not None and self.shard.size > 1 else None
+
     def detached(self) -> DraftInputs:
         names = ("features", "embeddings", "hidden", "policy_head", "policy_embedding")
         return replace(self, **{name: getattr(self, name).detach() for name in names})

@@ -29,7 +29,7 @@ def run_full(draft: Eagle3, x: DraftInputs, loss: DraftLoss, plan: PassPlan, att
     Args:
         x: detached inputs.
     """
-    shard = x.shard if x.shard is not None and x.shard.size > 1 else None
+    shard = x.split
     positions, depth = x.positions, plan.depth
     mine = torch.arange(positions.numel(), device=positions.device)
     ahead = Ahead(x, None)

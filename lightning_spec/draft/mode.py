@@ -21,15 +21,17 @@ def resolve_mode(draft: Eagle3, x: DraftInputs, plan: PassPlan) -> Mode:
     fit is refused when training starts, not here.)"""
     if draft.attention != "auto":
         return draft.attention
-    return prefer(draft_work(draft, x, plan), draft.memory_limit)
+    tokens, context = max(x.tokens.numel(), 1), 1 if x.shard is None else x.shard.size
+    work = draft_work(draft, tokens, plan.sizes[0], context, draft.fc.weight.element_size())
+    return prefer(work, draft.memory_limit)
 
 
-def draft_work(draft: Eagle3, x: DraftInputs, plan: PassPlan) -> DraftWork:
-    """The micro-batch as the memory model sees it."""
+def draft_work(draft: Eagle3, tokens: int, rows: int, context: int, bytes_per_element: int) -> DraftWork:
+    """A micro-batch of `tokens` rows over `context` ranks, of which `rows` carry loss, as the memory model sees it."""
     config = draft.built()
     return DraftWork(
-        tokens=max(x.tokens.numel(), 1),
-        context=1 if x.shard is None else x.shard.size,
+        tokens=tokens,
+        context=context,
         passes=draft.num_passes,
         layers=config.num_layers,
         heads=config.num_heads,
@@ -39,17 +41,18 @@ def draft_work(draft: Eagle3, x: DraftInputs, plan: PassPlan) -> DraftWork:
         intermediate=config.intermediate_size,
         vocabulary=config.draft_vocab_size,
         taps=len(config.aux_layer_ids),
-        bytes_per_element=draft.fc.weight.element_size(),
-        rows=plan.sizes[0],
+        bytes_per_element=bytes_per_element,
+        rows=rows,
         chunk_rows=draft.chunk_rows,
     )
 
 
 def pass_attention(draft: Eagle3, x: DraftInputs, mode: Mode) -> PassAttention:
     """Attention of passes that run on all rows. Raises ConfigError where Ulysses cannot divide the heads."""
-    if x.shard is None or x.shard.size == 1:
+    shard = x.split
+    if shard is None:
         return LocalAttention(x.lengths)
     if mode == "ring":
-        return RingAttention(x.shard)
-    check_ulysses(draft.built().num_heads, draft.built().num_kv_heads, x.shard.size, "draft_attention")
-    return UlyssesAttention(x.shard)
+        return RingAttention(shard)
+    check_ulysses(draft.built().num_heads, draft.built().num_kv_heads, shard.size, "draft_attention")
+    return UlyssesAttention(shard)

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_spec.attention.exchange import gather_rows, reduce_scatter_rows
-from lightning_spec.attention.zigzag import Shard
 from lightning_spec.draft.ahead import Ahead, fetch, wanted
 from lightning_spec.draft.attention import LocalAttention, PassAttention, RingAttention
 from lightning_spec.draft.base import DraftInputs, DraftOutput
@@ -117,7 +116,7 @@ class _Stream:
 
     def __init__(self, draft: Eagle3, x: DraftInputs, loss: DraftLoss, plan: PassPlan, chunk_rows: int) -> None:
         self.draft, self.x, self.loss, self.plan, self.chunk_rows = draft, x, loss, plan, chunk_rows
-        self.shard: Shard | None = x.shard if x.shard is not None and x.shard.size > 1 else None
+        self.shard = x.split
         self.gradients = _Gradients(draft)
         self.device = x.tokens.device
         self.tally = Tally(draft.num_passes, plan.factor, self.device)

@@ -40,14 +40,16 @@ class ParallelSizes:
         for field in fields(self):
             value = getattr(self, field.name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"bad {field.name}", found=value, needed="a positive integer", key=_key(field.name))
+                raise ConfigError(
+                    f"bad {field.name}", found=value, needed="a positive integer", key=strategy_key(field.name)
+                )
             # Each axis is accepted when its part of the code exists; until then nothing is silently ignored.
             if value > 1 and field.name != "context_parallel":
                 raise ConfigError(
                     f"{field.name} is not supported yet",
                     found=value,
                     needed="1 (use data or context parallelism)",
-                    key=_key(field.name),
+                    key=strategy_key(field.name),
                 )
 
     @property
@@ -66,7 +68,8 @@ class ParallelSizes:
         return world_size // self.model_ranks
 
 
-def _key(name: str) -> str:
+def strategy_key(name: str) -> str:
+    """Configuration key of an argument of the strategy."""
     return f"trainer.strategy.init_args.{name}"
 
 
@@ -105,7 +108,7 @@ def initialise_groups(sizes: ParallelSizes, *, timeout_s: float) -> None:
                 "another layout is already running in this process",
                 found=sizes,
                 needed=_sizes,
-                key=_key("tensor_parallel"),
+                key=strategy_key("tensor_parallel"),
             )
         return
     on_gpu = dist.get_backend() == "nccl"
