@@ -17,8 +17,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_spec.errors import ConfigError
-from lightning_spec.loss.chunks import math_dtype
-from lightning_spec.loss.sweep import ChunkStatistics, OutOfVocabulary, Swept, sweep
+from lightning_spec.loss.distributions import ChunkStatistics
+from lightning_spec.loss.heads import Heads, prepare_heads
+from lightning_spec.loss.sweep import OutOfVocabulary, Swept, sweep
+from lightning_spec.loss.vocab import VocabShard
 
 
 @dataclass(slots=True)
@@ -73,7 +75,11 @@ class DraftLoss(ABC):
 
     @abstractmethod
     def rows(self, stats: ChunkStatistics, dz: Tensor | None) -> Tensor:
-        """Loss of each row, [n]; writes its gradient to the draft's logits into `dz` [n, Vd] unless that is None."""
+        """Loss of each row, [n]; writes its gradient to the draft's logits into `dz` [n, Vd] unless that is None.
+
+        Under vocabulary parallelism p, q and dz are this rank's columns: sums over the vocabulary that `stats` does not
+        have go through `stats.sum`.
+        """
 
     def __call__(
         self,
@@ -85,12 +91,18 @@ class DraftLoss(ABC):
         d2t_target_ids: Tensor | None = None,
         teacher_rows: Tensor | None = None,
         scored: Tensor | None = None,
+        vocab: VocabShard | None = None,
     ) -> DraftLossOutput:
         """sum_r weight[r] * distance(softmax(teacher logits of r), softmax(hidden[r] @ head.T)).
 
         Gradients reach `hidden` and `head` only, in their draft role: teacher tensors are constants even where they
         are the same objects. One call with the rows of all passes forms the teacher's distribution once for all of
         them, and keeps one buffer for the head's gradient.
+
+        With `vocab` the heads are the rank's rows (of a reduced vocabulary: `vocab.part` of the map, which may be
+        empty) and everything else is the same on all ranks of its group, which call together and give backward the
+        same upstream gradient. Outputs and the gradient of `hidden` are complete and the same on each; the gradient of
+        `head` is of the rank's rows.
 
         Args:
             hidden: [R, C], already normed.  head: [Vd, C].
@@ -100,19 +112,19 @@ class DraftLoss(ABC):
             teacher_rows: [R] int64, row r is taught by teacher_hidden[teacher_rows[r]]; None: Rt = R, by its own.
             scored: [R] bool, rows to visit; the others are skipped. None: those of weight other than 0. (A row of
                 weight 0 that is scored has its loss, agreement and alpha reported and no gradient.)
+            vocab: the rank's part of a split vocabulary; None: all of it is here.
 
         Raises:
             ConfigError: vocabularies that do not match.
             ValueError: shapes that do not fit.
         """
-        _check_shapes(hidden, head, teacher_hidden, teacher_head, weight, d2t_target_ids, teacher_rows)
+        _check_shapes(hidden, head, teacher_hidden, teacher_head, weight, teacher_rows)
         loss, each, agree, alpha, valid = _DraftSweep.apply(
             hidden,
             head,
+            prepare_heads(head, teacher_head, d2t_target_ids, vocab, dtype=hidden.dtype),
             teacher_hidden.detach(),
-            teacher_head.detach(),
             weight.detach(),
-            d2t_target_ids,
             teacher_rows,
             weight != 0 if scored is None else scored,
             self,
@@ -132,19 +144,25 @@ class DraftLoss(ABC):
         *,
         need_hidden: bool,
         d_head: Tensor | None,
+        vocab: VocabShard | None = None,
+        heads: Heads | None = None,
     ) -> Swept:
         """The same for callers that run backward themselves: every row is scored, no graph is made.
 
         Args:
-            need_hidden: whether to return the gradient of `hidden`.
+            need_hidden: whether to return the gradient of `hidden`; with `vocab` too it is complete (one all-reduce).
             d_head: [Vd, C] float32 (float64 for float64 inputs); the head's gradient is added to it, unless None.
+            heads: what `prepare_heads` made of these heads, map and `vocab`, for callers that sweep them several times.
         """
-        _check_shapes(hidden, head, teacher_hidden, teacher_head, weight, d2t_target_ids, teacher_rows)
+        _check_shapes(hidden, head, teacher_hidden, teacher_head, weight, teacher_rows)
+        if heads is None:
+            heads = prepare_heads(head, teacher_head, d2t_target_ids, vocab, dtype=hidden.dtype)
+        elif not heads.stand_for(head, teacher_head, vocab, hidden.dtype):
+            raise ValueError("`heads` was made of other heads, of another split, or for hidden states of another dtype")
         scored = torch.ones_like(weight, dtype=torch.bool)
         return sweep(
-            self, hidden, head, teacher_hidden, teacher_head, weight, d2t_target_ids, teacher_rows, scored,
-            need_hidden=need_hidden, d_head=d_head,
-        )  # fmt: skip
+            self, hidden, heads, teacher_hidden, weight, teacher_rows, scored, need_hidden=need_hidden, d_head=d_head
+        )
 
 
 class SoftCrossEntropy(DraftLoss):
@@ -214,11 +232,16 @@ class Weighted(DraftLoss):
 
 def _overlap(stats: ChunkStatistics, dz: Tensor | None) -> Tensor:
     """alpha = sum min(p, q); dz of (1 - alpha): q (<q, r> - r) with r = 1[q < p]."""
-    alpha = stats.alpha if stats.mass is None else torch.minimum(stats.p, stats.q).sum(1)
     if dz is not None:
         torch.mul(stats.q, stats.q < stats.p, out=dz)
-        inner = dz.sum(1, keepdim=True)
-        dz.neg_().addcmul_(stats.q, inner)
+    if stats.overlap is None:  # the sums over ranks are made once for all members of a `Weighted`
+        alpha = stats.own_alpha if stats.mass is None else torch.minimum(stats.p, stats.q).sum(1)
+        inner = torch.zeros_like(alpha) if dz is None else dz.sum(1)
+        alpha, inner = stats.sum(alpha, inner)
+        stats.overlap = alpha, inner
+    alpha, inner = stats.overlap
+    if dz is not None:
+        dz.neg_().addcmul_(stats.q, inner[:, None])
     return alpha
 
 
@@ -228,7 +251,6 @@ def _check_shapes(
     teacher_hidden: Tensor,
     teacher_head: Tensor,
     weight: Tensor,
-    ids: Tensor | None,
     teacher_rows: Tensor | None,
 ) -> None:
     rows = hidden.shape[0]
@@ -245,16 +267,6 @@ def _check_shapes(
             "teacher_head [V, Ct], weight [R]; got "
             + ", ".join(str(tuple(t.shape)) for t in (hidden, head, teacher_hidden, teacher_head, weight))
         )
-    if ids is None and head.shape[0] != teacher_head.shape[0]:
-        raise ConfigError(
-            "the draft's vocabulary is not the policy's and no map was given",
-            found=head.shape[0], needed=f"{teacher_head.shape[0]} ids, or a d2t map", key="draft.d2t",
-        )  # fmt: skip
-    if ids is not None and ids.shape != head.shape[:1]:
-        raise ConfigError(
-            "the d2t map is not as long as the draft's vocabulary",
-            found=tuple(ids.shape), needed=f"{head.shape[0]} target ids", key="draft.d2t",
-        )  # fmt: skip
 
 
 class _DraftSweep(torch.autograd.Function):
@@ -263,26 +275,23 @@ class _DraftSweep(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         head: Tensor,
+        heads: Heads,
         teacher_hidden: Tensor,
-        teacher_head: Tensor,
         weight: Tensor,
-        ids: Tensor | None,
         teacher_rows: Tensor | None,
         scored: Tensor,
         loss: DraftLoss,
         with_grad: bool,
     ) -> tuple[Tensor, ...]:
         need_hidden, need_head = (with_grad and need for need in ctx.needs_input_grad[:2])
-        dtype = math_dtype(hidden, head)
-        d_head = torch.zeros_like(head, dtype=dtype) if need_head else None
+        d_head = torch.zeros_like(heads.draft) if need_head else None
         out = sweep(
-            loss, hidden, head, teacher_hidden, teacher_head, weight, ids, teacher_rows, scored,
-            need_hidden=need_hidden, d_head=d_head,
-        )  # fmt: skip
+            loss, hidden, heads, teacher_hidden, weight, teacher_rows, scored, need_hidden=need_hidden, d_head=d_head
+        )
         ctx.save_for_backward(out.d_hidden, d_head)
         ctx.dtypes = hidden.dtype, head.dtype
         ctx.mark_non_differentiable(out.each, out.agree, out.alpha, out.valid)
-        return out.total.to(dtype), out.each, out.agree, out.alpha, out.valid
+        return out.total.to(heads.draft.dtype), out.each, out.agree, out.alpha, out.valid
 
     @staticmethod
     @once_differentiable
@@ -292,5 +301,5 @@ class _DraftSweep(torch.autograd.Function):
         return (
             None if d_hidden is None else (d_hidden * upstream).to(hidden_dtype),
             None if d_head is None else (d_head * upstream).to(head_dtype),
-            *(None,) * 8,
+            *(None,) * 7,
         )

@@ -13,29 +13,11 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from lightning_spec.loss.chunks import exact_math, math_dtype, rows_per_chunk
+from lightning_spec.loss.chunks import exact_math
+from lightning_spec.loss.distributions import Buffer, ChunkStatistics, Index, Teacher, statistics
+from lightning_spec.loss.heads import Heads
 
 OutOfVocabulary = Literal["renormalise", "drop"]
-
-
-@dataclass(slots=True)
-class ChunkStatistics:
-    """What a row loss may use of one chunk of n rows; it must not change p and q."""
-
-    p: Tensor
-    """[n, Vd] the policy's distribution on the draft's vocabulary (renormalised there)."""
-    q: Tensor
-    """[n, Vd] the draft's distribution."""
-    cross_entropy: Tensor
-    """[n] -sum p log q."""
-    teacher_top: Tensor
-    """[n] int64, the policy's most likely token, a target id."""
-    draft_top: Tensor
-    """[n] int64, the draft's most likely token, a draft id."""
-    alpha: Tensor
-    """[n] sum_v min(p, q) with the policy's distribution as it is, not renormalised."""
-    mass: Tensor | None
-    """[n] the policy's probability of the draft's vocabulary; None: it is the whole vocabulary."""
 
 
 class RowLoss(Protocol):
@@ -66,9 +48,6 @@ class Swept:
     """[R, C], the gradient of `total`."""
 
 
-Index = slice | Tensor
-
-
 @dataclass(slots=True)
 class Group:
     """Draft rows with distinct teachers in one block: `rows` of the draft, and their `places` in the block."""
@@ -81,11 +60,9 @@ class Group:
 def sweep(
     loss: RowLoss,
     hidden: Tensor,
-    head: Tensor,
+    heads: Heads,
     teacher_hidden: Tensor,
-    teacher_head: Tensor,
     weight: Tensor,
-    ids: Tensor | None,
     teacher_rows: Tensor | None,
     scored: Tensor,
     *,
@@ -94,12 +71,16 @@ def sweep(
 ) -> Swept:
     """Loss and gradients of the `scored` rows (bool [R]); the other arguments as in `DraftLoss.__call__`.
 
+    With the vocabulary split over ranks, all of them call with the same rows. They talk once for each block of teacher
+    rows, once (the overlap losses twice) for each chunk of draft rows, and at the end sum alpha and the hidden
+    gradient, so that everything returned is complete on each.
+
     Args:
         need_hidden: whether to form the gradient of `hidden`.
         d_head: [Vd, C] in the math dtype; the head's gradient is added to it. None: it is not needed.
     """
-    device, dtype = hidden.device, math_dtype(hidden, head)
-    R, Vd, V = hidden.shape[0], head.shape[0], teacher_head.shape[0]
+    device, W, vocab = hidden.device, heads.draft, heads.vocab
+    dtype, R = W.dtype, hidden.shape[0]
     out = Swept(
         total=torch.zeros((), dtype=torch.float64, device=device),
         each=torch.zeros(R, dtype=dtype, device=device),
@@ -108,27 +89,24 @@ def sweep(
         valid=scored.clone(),
         d_hidden=torch.zeros_like(hidden, dtype=dtype) if need_hidden else None,
     )
-    chunk = loss.chunk or rows_per_chunk(max(V, Vd), dtype, device, mebibytes=4)
-    W, W_teacher = head.detach().to(dtype), teacher_head.to(dtype)
-    teacher = _Teacher(loss, W_teacher, ids)
-    z_buffer, scratch_buffer, picked = (_Buffer(Vd, dtype, device) for _ in range(3))
+    teacher = Teacher(heads, loss.teacher_temperature, loss.out_of_vocab == "drop")
+    z_buffer, scratch_buffer = (Buffer(W.shape[0], dtype, device) for _ in range(2))
     with exact_math(device):
-        for block, groups in blocks(scored, teacher_rows, chunk):
+        for block, groups in blocks(scored, teacher_rows, loss.chunk or heads.chunk(mebibytes=4)):
             teacher.read(teacher_hidden[block].to(dtype))
             for group in groups:
                 rows, n = group.rows, group.count
                 h, w = hidden[rows].to(dtype), weight[rows].to(dtype)
-                p, teacher_top, mass, known = teacher.at(group.places, picked)
+                taught = teacher.at(group.places)
                 z, scratch = z_buffer.rows(n), scratch_buffer.rows(n)
                 torch.mm(h, W.T, out=z)
-                stats = _statistics(p, z, scratch, teacher_top, mass)
-                out.alpha[rows] = stats.alpha
-                draft_top = stats.draft_top if ids is None else ids[stats.draft_top]
-                out.agree[rows] = draft_top == teacher_top
+                stats = statistics(taught, z, scratch, heads)
+                out.alpha[rows] = stats.own_alpha
+                out.agree[rows] = stats.draft_top == stats.teacher_top
                 each = loss.rows(stats, scratch if need_hidden or d_head is not None else None)
-                if known is not None:
-                    out.valid[rows] = known
-                    w, each = w * known, each * known
+                if taught.known is not None:
+                    out.valid[rows] = taught.known
+                    w, each = w * taught.known, each * taught.known
                 out.each[rows] = each
                 out.total += torch.dot(w.to(torch.float64), each.to(torch.float64))
                 # The row weight scales the [n, C] side of each product: cheaper than the [n, V] gradient.
@@ -136,6 +114,10 @@ def sweep(
                     out.d_hidden[rows] = (scratch @ W).mul_(w[:, None])
                 if d_head is not None:
                     d_head.addmm_(scratch.T, h * w[:, None])
+    if vocab is not None and R:
+        vocab.sum_(out.alpha)
+        if out.d_hidden is not None:
+            vocab.sum_(out.d_hidden)
     return out
 
 
@@ -178,79 +160,3 @@ def _compact(index: Tensor) -> Index:
     if int(index[-1]) - first == count - 1 and bool((index.diff() == 1).all()):
         return slice(first, first + count)
     return index
-
-
-class _Buffer:
-    """Rows of one allocation that grows to the largest request."""
-
-    def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.data = torch.empty(0, width, dtype=dtype, device=device)
-
-    def rows(self, count: int) -> Tensor:
-        if count > self.data.shape[0]:
-            self.data = self.data.new_empty(count, self.data.shape[1])
-        return self.data[:count]
-
-
-class _Teacher:
-    """The policy's distribution at one block of its rows.
-
-    Here and in `_statistics` are the only reductions over the vocabulary before the row losses: under vocabulary
-    parallelism m_p, m_q are all-reduced by max there, and S_p, S_q, d by sum (and the row losses' own sums).
-    """
-
-    def __init__(self, loss: RowLoss, head: Tensor, ids: Tensor | None) -> None:
-        self.head, self.ids, self.temperature = head, ids, loss.teacher_temperature
-        self.present: Tensor | None = None
-        if ids is not None and loss.out_of_vocab == "drop":
-            self.present = torch.zeros(head.shape[0], dtype=torch.bool, device=head.device).index_fill_(0, ids, True)
-        self.buffer = _Buffer(head.shape[0], head.dtype, head.device)
-        self.p = self.top = torch.empty(0)
-        self.mass: Tensor | None = None
-
-    def read(self, hidden: Tensor) -> None:
-        """Form the distributions at `hidden` [n, Ct]."""
-        tau = self.buffer.rows(hidden.shape[0])
-        torch.mm(hidden, self.head.T, out=tau)
-        if self.temperature != 1.0:
-            tau /= self.temperature
-        if self.ids is None:
-            _, self.top, total = _exponentials_(tau)
-            self.p = tau.div_(total)
-            return
-        # The restricted distribution has its own maximum: relative to the full one all of it may underflow to 0.
-        self.p = tau.index_select(1, self.ids)
-        m_full, self.top, s_full = _exponentials_(tau)
-        m_p, _, s_p = _exponentials_(self.p)
-        self.mass = ((m_p - m_full).exp_() * s_p / s_full).squeeze(1)
-        self.p.div_(s_p)
-
-    def at(self, places: Index, picked: _Buffer) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """(p [n, Vd], top [n], mass [n] or None, known [n] or None: the row is not dropped) at rows of the block."""
-        top = self.top[places]
-        mass = None if self.mass is None else self.mass[places]
-        known = None if self.present is None else self.present[top]
-        if isinstance(places, slice):
-            return self.p[places], top, mass, known
-        p = torch.index_select(self.p, 0, places, out=picked.rows(places.numel()))
-        return p, top, mass, known
-
-
-def _exponentials_(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Turns [n, V] logits into exp(logits - m) in place; returns (m [n, 1], argmax [n], S [n, 1])."""
-    m, top = logits.max(1, keepdim=True)
-    e = logits.sub_(m).exp_()
-    return m, top.squeeze(1), e.sum(1, keepdim=True)
-
-
-def _statistics(p: Tensor, z: Tensor, scratch: Tensor, teacher_top: Tensor, mass: Tensor | None) -> ChunkStatistics:
-    """Overwrites the draft's logits z [n, Vd] (with q) and scratch [n, Vd]."""
-    m_q, draft_top = z.max(1, keepdim=True)
-    z.sub_(m_q)
-    d = torch.mul(p, z, out=scratch).sum(1)
-    q = z.exp_()
-    s_q = q.sum(1, keepdim=True)
-    q.div_(s_q)
-    p_full = p if mass is None else torch.mul(p, mass[:, None], out=scratch)
-    alpha = torch.minimum(p_full, q, out=scratch).sum(1)
-    return ChunkStatistics(p, q, s_q.squeeze(1).log_() - d, teacher_top, draft_top.squeeze(1), alpha, mass)
