@@ -53,3 +53,7 @@ class EngineError(SpecError):
 
 class EngineTimeoutError(EngineError):
     """The rollout engine did not answer within its bound."""
+
+
+class TapError(SpecError, RuntimeError):
+    """The tap channel failed on some rank; the text names the rank, stage, step and micro-batch, and what happened."""
