@@ -27,12 +27,13 @@ import torch.distributed as dist
 
 from lightning_spec.errors import CheckpointError
 from lightning_spec.parallel.groups import DataParallel, speaks_for_data_rank
-from lightning_spec.parallel.sharded import Piece, load_pieces, save_pieces
+from lightning_spec.parallel.sharded import NamedPieces, load_pieces, save_pieces
 
 log = logging.getLogger(__name__)
 
 MARKER = "complete.json"
-FORMAT = 1
+FORMAT = 2
+"""1 named the policy's tensors after the layout's parameters; 2 names them as Hugging Face does, in any layout."""
 _UNFINISHED = ".unfinished"
 _REPLACED = ".replaced"
 
@@ -44,7 +45,7 @@ class Contents:
     `shared` is the same on every rank; `local` belongs to this data-parallel rank and has string keys.
     """
 
-    pieces: dict[str, Piece]
+    pieces: NamedPieces
     shared: dict[str, Any]
     local: dict[str, Any]
     fingerprint: dict[str, Any] = field(default_factory=dict)
@@ -55,17 +56,30 @@ class Contents:
 
 
 def read_marker(folder: str | Path) -> dict[str, Any] | None:
-    """The marker of a complete checkpoint, or None where the folder is none, is torn, or misses a file."""
-    folder = Path(folder)
+    """The marker of a checkpoint that is complete and of this format; None of torn ones and of any other folder."""
+    marker = _any_marker(Path(folder))
+    return marker if marker is not None and marker["format"] == FORMAT else None
+
+
+def _any_marker(folder: Path) -> dict[str, Any] | None:
+    """The same, of whatever format."""
     try:
         marker = json.loads((folder / MARKER).read_text())
         files: dict[str, int] = marker["files"]
-        good = marker["format"] == FORMAT and all(
-            (folder / name).stat().st_size == size for name, size in files.items()
-        )
+        good = "format" in marker and all((folder / name).stat().st_size == size for name, size in files.items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return marker if good else None
+
+
+def _other_format(folder: Path) -> str | None:
+    """What to say of a complete checkpoint that another version wrote; None of everything else."""
+    marker = _any_marker(folder)
+    if marker is None or marker["format"] == FORMAT:
+        return None
+    return (
+        f"{folder} is of format {marker['format']}, this version reads format {FORMAT}; use the version that wrote it"
+    )
 
 
 def complete_checkpoints(folder: str | Path) -> list[Path]:
@@ -83,13 +97,24 @@ def complete_checkpoints(folder: str | Path) -> list[Path]:
 
 
 def latest_complete(folder: str | Path) -> Path | None:
-    """The complete checkpoint with the highest step under `folder`, or None. Torn ones are skipped with a warning."""
+    """The complete checkpoint with the highest step under `folder`, or None. Torn ones are skipped with a warning.
+
+    Raises:
+        CheckpointError: `folder` or all complete ones in it are of another format: a run would start anew without a
+            word.
+    """
     folder = Path(folder)
+    if other := _other_format(folder):
+        raise CheckpointError(other)
     complete = complete_checkpoints(folder)
+    others = []
     if folder.is_dir():
         for path in sorted(folder.iterdir()):
             if path.is_dir() and path not in complete and (path / "tensors").is_dir():
-                log.warning("skipping the torn checkpoint %s", path)
+                others.append(_other_format(path))
+                log.warning("skipping %s", others[-1] or f"the torn checkpoint {path}")
+    if not complete and (foreign := [text for text in others if text]):
+        raise CheckpointError(f"no checkpoint to resume from: {foreign[-1]}")
     return complete[-1] if complete else None
 
 
@@ -158,7 +183,7 @@ def _put_in_place(beside: Path, folder: Path) -> None:
 
 def load_checkpoint(
     folder: str | Path,
-    make_pieces: Callable[[dict[str, Any]], dict[str, Piece]],
+    make_pieces: Callable[[dict[str, Any]], NamedPieces],
     fingerprint: dict[str, Any],
     data: DataParallel,
     *,
@@ -167,7 +192,8 @@ def load_checkpoint(
 ) -> Contents:
     """Read a checkpoint: tensors into the given pieces, in place, and the rest returned. Collective.
 
-    When the data-parallel size changed, `local` is empty on every rank: data positions cannot be split anew here.
+    When the data-parallel size changed, `local` is empty on every rank: data positions cannot be split anew here. What
+    `shared` holds of them is the first rank's.
 
     Args:
         make_pieces: called with `shared` before the tensors are read; gives the pieces to fill.
@@ -181,6 +207,8 @@ def load_checkpoint(
     folder = Path(folder)
     marker = read_marker(folder)
     if marker is None:
+        if other := _other_format(folder):
+            raise CheckpointError(other)
         raise CheckpointError(
             f"{folder} is not a complete checkpoint; resume from `latest_complete` of its parent ({folder.parent})"
         )
@@ -192,7 +220,8 @@ def load_checkpoint(
         local = torch.load(folder / f"data-rank-{data.rank:05d}.pt", map_location="cpu", weights_only=weights_only)
     elif dist.get_rank() == 0:
         log.warning(
-            "%s was saved by %d data-parallel ranks and is loaded by %d: random states and data positions start anew",
+            "%s was saved by %d data-parallel ranks and is loaded by %d: random states start anew, data positions are "
+            "the first rank's",
             folder,
             marker["data_ranks"],
             data.size,

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
@@ -108,9 +109,21 @@ def _release() -> None:
                 setattr(owner, name, original)
 
 
-def _replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
+def _counts_to_host(dispatcher: Any, point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:
+    """Stands for MoEAlltoAllTokenDispatcher's copies of the routing counts to the host, on a stream of their own: they
+    are there already, and need only the form that the exchange takes (numpy)."""
+    if point == dispatcher.cuda_dtoh_point:
+        for name in ("input_splits", "output_splits", "output_splits_tp"):
+            counts = getattr(dispatcher, name)
+            if isinstance(counts, Tensor):
+                setattr(dispatcher, name, counts.numpy())
+    return tokens_per_expert
+
+
+def _replacements() -> list[tuple[Any, str, Any]]:
     # Imported here: Megatron takes two seconds to import, and a host with CUDA never needs its internals.
     from megatron.core.tensor_parallel import random as megatron_random
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     return [
         (torch.cuda, "current_device", lambda: _CPU),
@@ -120,4 +133,7 @@ def _replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
         # callback in torch.cuda for every recomputed layer, for ever.
         (megatron_random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.get_rng_state()),
         (megatron_random, "_set_cuda_rng_state", lambda state, *args, **kwargs: torch.set_rng_state(state)),
+        # Anything but None: where it is None the dispatcher makes a CUDA stream.
+        (MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", "the host's"),
+        (MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", _counts_to_host),
     ]

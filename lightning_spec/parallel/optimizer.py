@@ -2,25 +2,28 @@
 
 Lightning's automatic optimization knows one optimizer. `JointOptimizer` is that one: its groups (always the same four,
 in the same order, on every rank, empty where there is nothing) carry learning rate and weight decay, and below it each
-model has its own Megatron optimizer, so neither model's gradients reach the other's clip factor (CASES.md F5).
+model has its own Megatron optimizers, so neither model's gradients reach the other's clip factor (CASES.md F5).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_spec.errors import CheckpointError
 from lightning_spec.metrics import MetricBag
 from lightning_spec.optim import OptimConfig, learning_rate_factor
-from lightning_spec.parallel.sharded import Piece
+from lightning_spec.parallel.adam import Adam
+from lightning_spec.parallel.placement import Placement
+from lightning_spec.parallel.sharded import NamedPieces, Piece
 
 MODELS = ("policy", "draft")
 KINDS = ("decay", "no_decay")
@@ -28,7 +31,7 @@ KINDS = ("decay", "no_decay")
 
 @dataclass(slots=True)
 class ClipReport:
-    """What `measure` found: the gradient's global 2-norm before clipping, and what it was multiplied by."""
+    """What `measure` found: the gradient's global 2-norm before clipping, and what it is multiplied by."""
 
     norm: float
     factor: float
@@ -38,183 +41,183 @@ class ClipReport:
         return math.isfinite(self.norm)
 
 
-class ModelOptimizer:
-    """AdamW of one model on the gradient buffers of its Megatron DDP wrapper.
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A part of a model that this rank trains: all of it, or one of the virtual pipeline stages that the rank holds."""
 
-    Args:
-        module: the model itself; its parameter names name the state in checkpoints.
-        wrapped: its `DistributedDataParallel`.
-        config: rates and clip norm.
-        distributed: shard the state over data x context parallel ranks (Megatron's DistributedOptimizer).
-    """
-
-    def __init__(self, module: nn.Module, wrapped: nn.Module, config: OptimConfig, *, distributed: bool) -> None:
-        self.config = config
-        self.steps = 0
-        self.named = {name: param for name, param in module.named_parameters() if param.requires_grad}
-        self.groups: dict[str, list[nn.Parameter]] = {kind: [] for kind in KINDS}
-        for param in self.named.values():
-            # Norms and biases have one axis.
-            self.groups["decay" if param.ndim > 1 else "no_decay"].append(param)
-        dtypes = {param.dtype for param in self.named.values()}
-        self.half = bool(dtypes & {torch.bfloat16, torch.float16})
-        self._distributed = distributed
-        self._inner = self._build(wrapped)
-        self._fill_state()
-
-    def _build(self, wrapped: nn.Module) -> Any:
-        from megatron.core import parallel_state
-        from megatron.core.optimizer import OptimizerConfig
-        from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-        from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
-
-        groups = [{"params": list(params), "name": kind} for kind, params in self.groups.items() if params]
-        adam = AdamW(
-            groups,
-            lr=self.config.lr,
-            betas=self.config.betas,
-            eps=self.config.eps,
-            weight_decay=self.config.weight_decay,
-            fused=True,
-        )
-        settings = OptimizerConfig(
-            optimizer="adam",
-            lr=self.config.lr,
-            bf16=self.half,
-            params_dtype=torch.bfloat16 if self.half else torch.float32,
-            use_distributed_optimizer=self._distributed,
-            clip_grad=0.0,  # clipped here, from the norm that is also logged
-        )
-        inner: Any
-        if self._distributed:
-            inner = DistributedOptimizer(
-                adam,
-                settings,
-                None,
-                None,
-                model_chunks=[wrapped],
-                per_model_buffers={0: wrapped.buffers},
-                data_parallel_group=wrapped.intra_dp_cp_group,
-                data_parallel_group_gloo=None,
-                data_parallel_group_idx=parallel_state.get_model_parallel_group().rank(),
-                distributed_optimizer_instance_id=0,
-            )
-            inner.grad_stats_parallel_group = parallel_state.get_intra_distributed_optimizer_instance_group()
-        else:
-            inner = (
-                Float16OptimizerWithFloat16Params(adam, settings, None, None)
-                if self.half
-                else FP32Optimizer(adam, settings, None)
-            )
-            inner.grad_stats_parallel_group = parallel_state.get_model_parallel_group()
-        inner.tp_group = parallel_state.get_tensor_model_parallel_group()
-        return inner
+    module: nn.Module
+    wrapped: Any
+    """Megatron's `DistributedDataParallel` of `module`, whose groups say which ranks sum the gradients."""
+    placements: Mapping[str, Sequence[Placement]]
+    """By parameter name inside `module`: where the parameter's rows stand in the checkpoint's tensors."""
 
     @property
-    def _adam(self) -> AdamW:
-        return self._inner.optimizer
+    def trained(self) -> dict[str, nn.Parameter]:
+        return {name: param for name, param in self.module.named_parameters() if param.requires_grad}
 
-    def _fill_state(self) -> None:
-        # AdamW makes its state at the first step; a checkpoint needs somewhere to load into before that.
-        for group in self._adam.param_groups:
-            for param in group["params"]:
-                self._adam.state[param] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=param.device),
-                    "exp_avg": torch.zeros_like(param),
-                    "exp_avg_sq": torch.zeros_like(param),
-                }
+
+class ModelOptimizer:
+    """AdamW of one model on the gradient buffers of its Megatron DDP wrappers.
+
+    Args:
+        chunks: the model's parts on this rank, in order of virtual pipeline stage.
+        config: rates and clip norm.
+        distributed: shard the state over the ranks that sum the gradients (Megatron's DistributedOptimizer).
+        replicated: every rank that has the model has all of it (a draft). The norm then involves these ranks only, and
+            none of the other pipeline stages. Otherwise (a policy) the norm is over the ranks of a replica, each
+            parameter counted once, and all of them must call `measure` together.
+    """
+
+    def __init__(
+        self, chunks: Sequence[Chunk], config: OptimConfig, *, distributed: bool, replicated: bool = False
+    ) -> None:
+        self.config = config
+        self.chunks = list(chunks)
+        trained = [param for chunk in chunks for param in chunk.trained.values()]
+        self.groups: dict[str, list[nn.Parameter]] = {kind: [] for kind in KINDS}
+        for param in trained:
+            # Norms and biases have one axis.
+            self.groups["decay" if param.ndim > 1 else "no_decay"].append(param)
+        self.half = any(param.dtype in (torch.bfloat16, torch.float16) for param in trained)
+        self._step_count = torch.zeros((), dtype=torch.int64)
+        self._adams = self._build(distributed, replicated)
+
+    def _build(self, distributed: bool, replicated: bool) -> list[Adam]:
+        from megatron.core import parallel_state
+
+        wrapped = [chunk.wrapped for chunk in self.chunks]
+        world = parallel_state.get_intra_distributed_optimizer_instance_group()
+
+        def one(experts: bool, norm_group: dist.ProcessGroup | None) -> Adam:
+            groups = {
+                kind: [param for param in params if _is_expert(param) == experts]
+                for kind, params in self.groups.items()
+            }
+            buffers = [each.expert_parallel_buffers if experts else each.buffers for each in wrapped]
+            return Adam(
+                groups,
+                wrapped,
+                buffers,
+                self.config,
+                norm_group=norm_group,
+                copies=not (replicated or experts),
+                half=self.half,
+                distributed=distributed,
+            )
+
+        if replicated:
+            # With sharded state each rank has taken over its own range of the gradient only.
+            return [one(False, wrapped[0].intra_dp_cp_group if distributed else None)]
+        adams = [one(False, world if distributed else parallel_state.get_model_parallel_group())]
+        # By the whole model, not by what this rank holds: a stage of dense layers adds its zero to the experts' norm.
+        if any(getattr(getattr(chunk.module, "config", None), "num_moe_experts", None) for chunk in self.chunks):
+            experts = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+            adams.append(one(True, world if distributed else experts))
+        return adams
+
+    @property
+    def steps(self) -> int:
+        """Steps that were not skipped."""
+        return int(self._step_count)
 
     def release_gradients(self) -> None:
-        """Let go of the gradients that `measure` took over.
+        """Let go of the gradients that `measure` took over."""
+        for adam in self._adams:
+            adam.release_gradients()
 
-        Megatron points `param.grad` at the gradient buffer for the step. Left there, the next backward pass would add
-        into the buffer twice: once as `param.grad` and once from the buffer's own hook.
-        """
-        self._inner.zero_grad(set_to_none=True)
-
-    @torch.no_grad()
     def measure(self) -> ClipReport:
         """Take the reduced gradients over and measure their global norm. Collective over the model's ranks."""
-        self._inner.prepare_grads()
-        norm = float(self._inner.get_grad_norm())
+        norm = math.sqrt(sum(adam.squared_norm() for adam in self._adams))
         limit = self.config.clip_norm
         return ClipReport(norm, limit / (norm + 1e-6) if limit > 0 and norm > limit else 1.0)
 
-    @torch.no_grad()
     def step(self, report: ClipReport, rates: dict[str, tuple[float, float]]) -> bool:
         """Clip and step; False, and nothing moves, where the norm is not finite. `rates`: kind -> (lr, decay)."""
         if not report.finite:
             return False
-        for group in self._adam.param_groups:
-            group["lr"], group["weight_decay"] = rates[group["name"]]
-        if report.factor < 1.0:
-            norm = torch.tensor(report.norm, dtype=torch.float32)
-            nn.utils.clip_grads_with_norm_(self._inner.get_parameters(), self.config.clip_norm, norm)
-        self._inner.step_with_ready_grads()
-        self.steps += 1
+        for adam in self._adams:
+            adam.step(report.factor, rates)
+        self._step_count += 1
         return True
 
     def pieces(self) -> Iterator[tuple[str, Piece]]:
-        """This rank's part of the state, by parameter name, as ranges of each flattened parameter."""
-        for name, param in self.named.items():
-            held = self._main_and_range(param)
-            if held is None:
-                continue
-            main, start = held
-            state = self._adam.state[main]
-            tensors = {"exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
-            if param.dtype != main.dtype:
-                tensors["master"] = main.detach()
-            for kind, tensor in tensors.items():
-                yield f"{kind}.{name}", Piece(tensor.view(-1), (start,), (param.numel(),))
+        """This rank's part of the state, by the name of the tensor that it belongs to, and the number of steps."""
+        yield "steps", Piece.whole(self._step_count)
+        stepped = {
+            param: (adam.state(main), main, first) for adam in self._adams for param, main, first in adam.stepped()
+        }
+        for chunk in self.chunks:
+            for name, param in chunk.trained.items():
+                if param not in stepped:
+                    continue  # a sharded optimiser: other ranks have all of it
+                state, main, first = stepped[param]
+                tensors = {"exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+                if param.dtype != main.dtype:
+                    tensors["master"] = main
+                for placement in chunk.placements[name]:
+                    for kind, tensor in tensors.items():
+                        for piece in _held(placement, tensor, first, param):
+                            yield f"{kind}.{placement.name}", piece
 
-    def _main_and_range(self, param: nn.Parameter) -> tuple[Tensor, int] | None:
-        """The tensor that AdamW steps for `param` on this rank, and where it starts in the flattened parameter."""
-        if self._distributed:
-            if param not in self._inner.model_param_gbuf_map:
-                return None
-            group, order = self._inner.model_param_group_index_map[param]
-            start: int = self._inner._get_model_param_range_map(param)["param"].start
-            return self._adam.param_groups[group]["params"][order], start
-        return (param.main_param if self.half and param.dtype != torch.float32 else param), 0  # type: ignore[attr-defined]
-
-    def loaded(self, steps: int, *, with_state: bool) -> None:
-        """Tell the optimizer that the tensors of `pieces` (or only the model's) were overwritten."""
+    def loaded(self, *, with_state: bool) -> None:
+        """Tell the optimizer that the tensors of `pieces`, or only the model's, were overwritten."""
         if not with_state:
-            self._inner.reload_model_params()
-        self.steps = steps
-        for state in self._adam.state.values():
-            state["step"].fill_(steps)
+            self._step_count.zero_()
+        for adam in self._adams:
+            if not with_state:
+                adam.reload_main_copies()
+            adam.set_steps(self.steps)
+
+
+def _is_expert(param: nn.Parameter) -> bool:
+    """Megatron's mark of a parameter whose gradient is summed over the ranks that hold the same experts."""
+    return not getattr(param, "allreduce", True)
+
+
+def _held(placement: Placement, tensor: Tensor, first: int, param: nn.Parameter) -> Iterator[Piece]:
+    if tensor.shape == param.shape:
+        return placement.pieces(tensor)
+    return placement.pieces_of_range(tensor, first, tuple(param.shape))
 
 
 class JointOptimizer(Optimizer):
     """Steps policy and draft together. `step` expects gradients that are reduced over ranks already.
 
     Args:
-        models: "policy" and / or "draft"; a missing one is frozen or absent.
+        models: "policy" and / or "draft", those that this rank trains.
+        absent: settings of those that only other ranks train (a draft on another pipeline stage). They have their
+            groups and learning rates here too, so that every rank logs the same, but nothing to step.
     """
 
-    def __init__(self, models: dict[str, ModelOptimizer]) -> None:
-        if unknown := set(models) - set(MODELS):
+    def __init__(self, models: dict[str, ModelOptimizer], absent: Mapping[str, OptimConfig] | None = None) -> None:
+        configs = {**(absent or {}), **{name: one.config for name, one in models.items()}}
+        if unknown := set(configs) - set(MODELS):
             raise ValueError(f"unknown models {sorted(unknown)}")
+        if both := set(absent or {}) & set(models):
+            raise ValueError(f"both held and absent: {sorted(both)}")
         self._models = {name: models[name] for name in MODELS if name in models}
+        self._trained = sorted(configs)
         self._reports: dict[str, ClipReport] | None = None
         groups: list[dict[str, Any]] = []
         for model in MODELS:
             for kind in KINDS:
-                one = models.get(model)
+                config = configs.get(model)
                 groups.append(
                     {
                         "name": f"{model}/{kind}",
-                        "params": one.groups[kind] if one else [],
-                        "lr": one.config.lr if one else 0.0,
-                        "weight_decay": one.config.weight_decay if one and kind == "decay" else 0.0,
+                        "params": models[model].groups[kind] if model in models else [],
+                        "lr": config.lr if config else 0.0,
+                        "weight_decay": config.weight_decay if config and kind == "decay" else 0.0,
                     }
                 )
         super().__init__(groups, {})
 
     def measure(self) -> MetricBag:
-        """Measure every model's gradient norm; the next `step` uses these. Returns what it found as metrics."""
+        """Measure the gradient norm of each model that this rank trains; the next `step` uses these.
+
+        Returns:
+            What it found as metrics, of these models only.
+        """
         self._reports = {name: model.measure() for name, model in self._models.items()}
         bag = MetricBag()
         for name, report in self._reports.items():
@@ -250,16 +253,16 @@ class JointOptimizer(Optimizer):
         for model in self._models.values():
             model.release_gradients()
 
-    def pieces(self) -> dict[str, Piece]:
+    def pieces(self) -> NamedPieces:
         """All state tensors of this rank, to save or to load into."""
-        return {
-            f"optimizer.{name}.{key}": piece for name, model in self._models.items() for key, piece in model.pieces()
-        }
+        return [
+            (f"optimizer.{name}.{key}", piece) for name, model in self._models.items() for key, piece in model.pieces()
+        ]
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that is not a tensor, under string keys; `pieces` holds the rest."""
+        """The state that is not a tensor, under string keys, equal on every rank; `pieces` holds the rest."""
         return {
-            "models": {name: {"steps": model.steps} for name, model in self._models.items()},
+            "models": self._trained,
             "groups": {g["name"]: {"lr": float(g["lr"]), "initial_lr": g.get("initial_lr")} for g in self.param_groups},
         }
 
@@ -269,18 +272,17 @@ class JointOptimizer(Optimizer):
         Raises:
             CheckpointError: it was saved with other models training.
         """
-        saved = sorted(state_dict["models"])
-        if saved != sorted(self._models):
-            raise CheckpointError(f"the checkpoint trained {saved}, this run trains {sorted(self._models)}")
-        for name, model in self._models.items():
-            model.loaded(int(state_dict["models"][name]["steps"]), with_state=True)
+        if state_dict["models"] != self._trained:
+            raise CheckpointError(f"the checkpoint trained {state_dict['models']}, this run trains {self._trained}")
+        for model in self._models.values():
+            model.loaded(with_state=True)
         for group in self.param_groups:
             group["lr"] = state_dict["groups"][group["name"]]["lr"]
 
     def weights_loaded(self) -> None:
         """Only the models' weights were overwritten: main copies follow them, moments start from zero."""
         for model in self._models.values():
-            model.loaded(0, with_state=False)
+            model.loaded(with_state=False)
 
 
 def make_scheduler(optimizer: JointOptimizer, configs: dict[str, OptimConfig], total_steps: int) -> LambdaLR:

@@ -1,7 +1,8 @@
 """Runs micro-batches through Megatron's forward-backward schedule, whatever the pipeline's layout.
 
-The schedule is Megatron's, untouched. Losses come as a triple, and the model's config asks for per-token losses, so
-that neither the schedule nor the gradient buffers rescale anything: the micro-batches' losses sum to the objective.
+The schedule is Megatron's, untouched: none, 1F1B or interleaved. Losses come as a triple, and the model's config asks
+for per-token losses, so that neither the schedule nor the gradient buffers rescale anything: the micro-batches' losses
+sum to the objective.
 """
 
 from __future__ import annotations
@@ -17,45 +18,52 @@ from lightning_spec.parallel.cpu_stand_in import cpu_stand_in
 M = TypeVar("M")
 R = TypeVar("R")
 
+Forward = Callable[[nn.Module, int, M], tuple[Tensor, R]]
+"""(chunk, index of the micro-batch, micro-batch) -> (tensor, anything to hand back). The tensor goes to the next
+virtual stage, and on the last one a scalar loss."""
 
-def run_forward_backward(
-    model: nn.Module, micro: Sequence[M], forward: Callable[[nn.Module, M], tuple[Tensor, R]]
-) -> list[R]:
+
+def run_forward_backward(chunks: Sequence[nn.Module], micro: Sequence[M], forward: Forward[M, R]) -> list[R]:
     """Forward and backward of every micro-batch; gradients are added up and not yet reduced over ranks.
 
+    Collective over the pipeline's ranks, which all have the same number of micro-batches.
+
     Args:
-        model: the policy, wrapped in Megatron's DistributedDataParallel or not.
-        micro: this rank's micro-batches; may be empty.
-        forward: (model, micro-batch) -> (scalar loss, anything to hand back).
+        chunks: this rank's chunks of the policy (one for each of its virtual stages), wrapped in Megatron's
+            DistributedDataParallel or not.
+        micro: this replica's micro-batches; may be empty.
+        forward: called for each of them on each chunk.
 
     Returns:
-        what `forward` handed back, one per micro-batch, in order.
+        what `forward` handed back on the last virtual stage, one per micro-batch, in order; nothing on other ranks.
     """
 
-    def step(batches: Iterator[M], model: nn.Module) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, R]]]:
-        loss, extra = forward(model, next(batches))
+    def step(batches: Iterator[tuple[int, M]], model: nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        index, batch = next(batches)
+        output, extra = forward(model, index, batch)
 
         def as_triple(loss: Tensor) -> tuple[Tensor, Tensor, R]:
             # The token count is only summed by the schedule; our losses are already divided by global counts.
             return loss, torch.zeros((), dtype=torch.int), extra
 
-        return loss, as_triple
+        return output, as_triple
 
-    return _run(step, model, micro, forward_only=False)
+    return _run(step, chunks, micro, forward_only=False)
 
 
 @torch.no_grad()
-def run_forward(model: nn.Module, micro: Sequence[M], forward: Callable[[nn.Module, M], R]) -> list[R]:
-    """Forward only, without a graph; returns what `forward` returns, one per micro-batch, in order."""
+def run_forward(chunks: Sequence[nn.Module], micro: Sequence[M], forward: Forward[M, R]) -> list[R]:
+    """As `run_forward_backward`, forward only and without a graph."""
 
-    def step(batches: Iterator[M], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
-        result = forward(model, next(batches))
-        return torch.zeros(()), lambda _, non_loss_data=False: result
+    def step(batches: Iterator[tuple[int, M]], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
+        index, batch = next(batches)
+        output, extra = forward(model, index, batch)
+        return output, lambda _, non_loss_data=False: extra
 
-    return _run(step, model, micro, forward_only=True, collect_non_loss_data=True)
+    return _run(step, chunks, micro, forward_only=True, collect_non_loss_data=True)
 
 
-def _run(step: Callable[..., Any], model: nn.Module, micro: Sequence[Any], **options: Any) -> list[Any]:
+def _run(step: Callable[..., Any], chunks: Sequence[nn.Module], micro: Sequence[Any], **options: Any) -> list[Any]:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     if not micro:
@@ -66,10 +74,10 @@ def _run(step: Callable[..., Any], model: nn.Module, micro: Sequence[Any], **opt
     with cpu_stand_in():
         return get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=iter(micro),
-            model=[model],
+            data_iterator=[iter(enumerate(micro)) for _ in chunks] if len(chunks) > 1 else iter(enumerate(micro)),
+            model=list(chunks),
             num_microbatches=len(micro),
-            seq_length=0,  # packed micro-batches differ in length; neither is read without pipelining
+            seq_length=0,  # packed micro-batches differ in length; with variable lengths the stages tell each other
             micro_batch_size=1,
             **options,
         )

@@ -1,15 +1,17 @@
 """Sharded tensors on disk: every rank writes its pieces, and any other cut of the same tensors reads them back.
 
-A `Piece` says which part of a named global tensor a rank holds. Storage, de-duplication of replicas and the arithmetic
-of overlaps are torch's distributed checkpoint; its planners are extended here only to speak of pieces, so that a rank
-may hold any rectangular part (a range of a flattened parameter, a tensor-parallel slice) without a device mesh.
+A `Piece` says which part of a named global tensor a rank holds; a rank may hold several of one tensor. Storage,
+de-duplication of replicas and the arithmetic of overlaps are torch's distributed checkpoint; its planners are extended
+here only to speak of pieces, so that a rank may hold any rectangles (the q rows of a fused projection, what a range of
+a flattened parameter covers) without a device mesh.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -61,33 +63,36 @@ class Piece:
         return ChunkStorageMetadata(torch.Size(self.offset), self.tensor.shape)
 
 
+NamedPieces = Sequence[tuple[str, Piece]]
+"""What one rank holds: the tensors' names, with a rectangle each."""
+
+
 class _SavePlanner(DefaultSavePlanner):
-    def __init__(self, pieces: dict[str, Piece]) -> None:
+    def __init__(self, pieces: NamedPieces) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._pieces = pieces
+        # A rank that holds the same rectangle twice (a tied copy beside its original) writes one of them.
+        self._items = {(n, p.offset, p.tensor.shape, p.tensor.dtype): (n, p) for n, p in pieces}
+        self._tensors = {(name, piece.offset): piece.tensor for name, piece in pieces}
 
     def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan([_write_item(name, piece) for name, piece in self._pieces.items()])
+        self.plan = SavePlan([_write_item(name, piece) for name, piece in self._items.values()])
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        plans, metadata = super().create_global_plan(all_plans)
-        # Torch looks for overlaps; a hole (a range that no rank holds) would be read back as whatever was there.
-        for name, entry in metadata.state_dict_metadata.items():
-            assert isinstance(entry, TensorStorageMetadata)
-            held = sum(chunk.sizes.numel() for chunk in entry.chunks)
-            if held != entry.size.numel():
-                raise ValueError(f"{name}: the ranks hold {held} of {entry.size.numel()} elements")
-        return plans, metadata
+        _check_agreement(all_plans)
+        return super().create_global_plan(all_plans)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self._pieces[write_item.index.fqn].tensor
+        assert write_item.index.offset is not None
+        return self._tensors[write_item.index.fqn, tuple(write_item.index.offset)]
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    def __init__(self, pieces: dict[str, Piece]) -> None:
+    def __init__(self, pieces: NamedPieces) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._pieces = pieces
+        self._pieces: dict[str, list[Piece]] = {}
+        for name, piece in pieces:
+            self._pieces.setdefault(name, []).append(piece)
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -97,17 +102,44 @@ class _LoadPlanner(DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
         items: list[ReadItem] = []
-        for name, piece in self._pieces.items():
+        for name, pieces in self._pieces.items():
             saved = self.metadata.state_dict_metadata[name]
             assert isinstance(saved, TensorStorageMetadata)
-            items += create_read_items_for_chunk_list(name, saved, [piece.chunk])
+            items += create_read_items_for_chunk_list(name, saved, [piece.chunk for piece in pieces])
         return LoadPlan(items)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        tensor = self._pieces[read_item.dest_index.fqn].tensor
+        # By place in the list, not by offset: two live tensors may want the same rectangle.
+        assert read_item.dest_index.index is not None
+        tensor = self._pieces[read_item.dest_index.fqn][read_item.dest_index.index].tensor
         for axis, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             tensor = tensor.narrow(axis, start, length)
         return tensor
+
+
+def _check_agreement(plans: list[SavePlan]) -> None:
+    """What torch lets pass in silence: it keeps one of the pieces that begin at the same place, whatever their sizes,
+    takes a tensor's shape and dtype from the piece that it sees first, and on one rank ignores holes, which would be
+    read back as whatever was there. Overlaps of other kinds it looks for itself.
+    """
+    kinds: dict[str, Any] = {}
+    held: dict[str, int] = {}
+    cuts: dict[tuple[str, Any], torch.Size] = {}
+    for item in (item for plan in plans for item in plan.items):
+        name, data = item.index.fqn, item.tensor_data
+        assert data is not None
+        kind = (tuple(data.size), data.properties.dtype)
+        if kinds.setdefault(name, kind) != kind:
+            raise ValueError(f"{name}: {kinds[name]} on one rank, {kind} on another")
+        place, size = (name, data.chunk.offsets), data.chunk.sizes
+        if place not in cuts:
+            cuts[place], held[name] = size, held.get(name, 0) + size.numel()
+        elif cuts[place] != size:
+            at = tuple(data.chunk.offsets)
+            raise ValueError(f"{name}: pieces of {tuple(cuts[place])} and of {tuple(size)} overlap at {at}")
+    for name, (shape, _) in kinds.items():
+        if held[name] < prod(shape):
+            raise ValueError(f"{name}: the ranks hold {held[name]} of {prod(shape)} elements")
 
 
 def _write_item(name: str, piece: Piece) -> WriteItem:
@@ -144,17 +176,21 @@ def _as_checkpoint_error(what: str) -> Iterator[None]:
         raise CheckpointError(f"{what}: {ranks}") from error
 
 
-def save_pieces(folder: Path, pieces: dict[str, Piece]) -> None:
+def save_pieces(folder: Path, pieces: NamedPieces) -> None:
     """Write the pieces of all ranks into an empty folder. Collective.
 
+    A rectangle that several ranks hold is taken for a replica: one of them writes it, and the ranks share the bytes
+    evenly.
+
     Raises:
-        CheckpointError: the ranks' pieces overlap or leave a hole, or a rank failed to write.
+        CheckpointError: pieces overlap without being equal or leave a hole, ranks know a tensor in other shapes or
+            dtypes, or a rank failed to write.
     """
     with _as_checkpoint_error(f"cannot save {folder}"):
         dcp.save({}, storage_writer=FileSystemWriter(folder), planner=_SavePlanner(pieces), no_dist=_alone())
 
 
-def load_pieces(folder: Path, pieces: dict[str, Piece], *, partial: bool = False) -> None:
+def load_pieces(folder: Path, pieces: NamedPieces, *, partial: bool = False) -> None:
     """Fill the given pieces in place, whatever cut they were saved in. Collective.
 
     Args:
@@ -164,14 +200,16 @@ def load_pieces(folder: Path, pieces: dict[str, Piece], *, partial: bool = False
         CheckpointError: names or global shapes differ; lists the first few.
     """
     saved = FileSystemReader(folder).read_metadata().state_dict_metadata
-    faults = [f"missing {name}" for name in pieces if name not in saved]
-    for name, piece in pieces.items():
+    faults = []
+    for name, piece in pieces:
         entry = saved.get(name)
-        if isinstance(entry, TensorStorageMetadata) and tuple(entry.size) != piece.shape:
+        if entry is None:
+            faults.append(f"missing {name}")
+        elif isinstance(entry, TensorStorageMetadata) and tuple(entry.size) != piece.shape:
             faults.append(f"{name}: saved {tuple(entry.size)}, needed {piece.shape}")
     # Judged together: a rank that raised alone would leave the others waiting, and a sharded optimiser's rank holds
     # only some of the names.
-    asked, faults = _union(set(pieces)), sorted(_union(set(faults)))
+    asked, faults = _union({name for name, _ in pieces}), sorted(_union(set(faults)))
     if not partial:
         faults += [f"surplus {name}" for name in saved if name not in asked]
     if faults:

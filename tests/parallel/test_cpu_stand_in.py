@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from lightning_spec.parallel.cpu_stand_in import cpu_stand_in, cuda_is_missing, in_stand_in
 
@@ -18,6 +19,8 @@ WATCHED = [
     (torch.cuda, "current_stream"),
     (megatron_random, "_get_cuda_rng_state"),
     (megatron_random, "_set_cuda_rng_state"),
+    (MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream"),
+    (MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize"),
 ]
 
 
