@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_spec.errors import ConfigError
 
-SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,23 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """Mixture-of-experts layers: each token passes through `top_k` of `num_experts` gated MLPs."""
+
+    num_experts: int
+    """Experts of one sparse layer."""
+    top_k: int
+    intermediate_size: int
+    """Of one expert."""
+    norm_topk_prob: bool
+    """Whether the weights of the chosen experts are scaled to sum to 1."""
+    sparse_layers: tuple[bool, ...]
+    """For each layer of the model, whether its MLP is a mixture of experts (else it is an ordinary one)."""
+
+
+@dataclass(frozen=True, slots=True)
 class PolicyShape:
-    """Sizes of a dense decoder. All counts are of the whole model, never of one rank's shard."""
+    """Sizes of a decoder. All counts are of the whole model, never of one rank's shard."""
 
     model_type: str
     vocab_size: int
@@ -39,6 +54,7 @@ class PolicyShape:
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
+    """Of an ordinary MLP layer; `experts` has its own."""
     norm_eps: float
     max_positions: int
     tied_embeddings: bool
@@ -47,8 +63,32 @@ class PolicyShape:
     mlp_bias: bool
     qk_norm: bool
     rope: RopeConfig
+    experts: ExpertShape | None = None
+    """None in a dense decoder."""
     raw: dict[str, Any] = field(repr=False, hash=False, compare=False, default_factory=dict)
     """The config.json itself, kept for export."""
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether layer `layer` (0 .. num_layers - 1) is a mixture of experts."""
+        return self.experts is not None and self.experts.sparse_layers[layer]
+
+    def mlp_width(self, layer: int) -> int:
+        """Intermediate values that one token has in this layer's MLP, over all experts that it passes through."""
+        if self.experts is None or not self.is_sparse(layer):
+            return self.intermediate_size
+        return self.experts.top_k * self.experts.intermediate_size
+
+    def layer_parameters(self, layer: int) -> int:
+        """Parameters of this layer: attention, norms, MLP or all experts with their router."""
+        hidden, q, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        attention = hidden * (2 * q + 2 * kv) + self.attention_bias * (q + 2 * kv) + self.output_bias * hidden
+        norms = 2 * hidden + self.qk_norm * 2 * self.head_dim
+        if self.experts is not None and self.is_sparse(layer):
+            mlp = self.experts.num_experts * hidden * (3 * self.experts.intermediate_size + 1)
+        else:
+            inner = self.intermediate_size
+            mlp = 3 * hidden * inner + self.mlp_bias * (2 * inner + hidden)
+        return attention + norms + mlp
 
     @classmethod
     def from_file(cls, folder: str | Path, key: str = "model.policy.path") -> PolicyShape:
@@ -70,12 +110,10 @@ class PolicyShape:
                 key=f"{key}:model_type",
             )
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
-            value = raw.get(name)
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"bad {name}", found=value, needed="a positive integer", key=f"{key}:{name}")
+            _positive(raw, name, key)
         heads = raw["num_attention_heads"]
         # Absent fields have the family's defaults in transformers, which are not the same for all.
-        kv_heads = raw.get("num_key_value_heads") or (heads if kind == "llama" else 32)
+        kv_heads = raw.get("num_key_value_heads") or {"llama": heads, "qwen3_moe": 4}.get(kind, 32)
         if heads % kv_heads:
             raise ConfigError(
                 "query heads do not divide into key/value heads",
@@ -108,11 +146,76 @@ class PolicyShape:
             tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
             attention_bias=bool(kind == "qwen2" or raw.get("attention_bias", False)),
             output_bias=bool(kind != "qwen2" and raw.get("attention_bias", False)),
-            mlp_bias=bool(raw.get("mlp_bias", False)),
-            qk_norm=kind == "qwen3",
+            mlp_bias=bool(kind != "qwen3_moe" and raw.get("mlp_bias", False)),
+            qk_norm=kind in ("qwen3", "qwen3_moe"),
             rope=rope,
+            experts=read_experts(raw, key) if kind == "qwen3_moe" else None,
             raw=dict(raw),
         )
+
+
+def _positive(raw: dict[str, Any], name: str, key: str) -> int:
+    value = raw.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"bad {name}", found=value, needed="a positive integer", key=f"{key}:{name}")
+    return value
+
+
+def read_experts(raw: dict[str, Any], key: str = "config.json") -> ExpertShape | None:
+    """The mixture-of-experts settings of a qwen3_moe config.json; None where every layer is an ordinary MLP.
+
+    The number of experts is `num_experts`, which transformers 5 writes as `num_local_experts`. The router's auxiliary
+    load-balancing loss is not computed, whatever `router_aux_loss_coef` says (transformers adds it only with
+    `output_router_logits`): it is not a sum over tokens, so it would make results depend on how a step is cut into
+    micro-batches and spread over ranks.
+
+    Raises:
+        ConfigError: counts that no router can have, shared experts, or a config that asks for the auxiliary loss.
+    """
+    for name in ("shared_expert_intermediate_size", "n_shared_experts"):
+        if raw.get(name):
+            raise ConfigError(
+                "shared experts are not supported", found=f"{name}: {raw[name]}", needed="none", key=f"{key}:{name}"
+            )
+    if raw.get("output_router_logits"):
+        raise ConfigError(
+            "the router's auxiliary loss is not supported: it would make results depend on the micro-batches",
+            found="output_router_logits: true",
+            needed="output_router_logits: false",
+            key=f"{key}:output_router_logits",
+        )
+    named = "num_experts" if "num_experts" in raw else "num_local_experts"
+    sparse = _sparse_layers(raw, key)
+    if raw.get(named) == 0 or not any(sparse):
+        return None
+    count = _positive(raw, named, key)
+    top_k = _positive({"num_experts_per_tok": 8, **raw}, "num_experts_per_tok", key)
+    if top_k > count:
+        raise ConfigError(
+            "a token cannot have more experts than there are",
+            found=f"{top_k} of {count}",
+            needed=f"at most {count}",
+            key=f"{key}:num_experts_per_tok",
+        )
+    return ExpertShape(
+        num_experts=count,
+        top_k=top_k,
+        intermediate_size=_positive({"moe_intermediate_size": 768, **raw}, "moe_intermediate_size", key),
+        norm_topk_prob=bool(raw.get("norm_topk_prob", False)),
+        sparse_layers=sparse,
+    )
+
+
+def _sparse_layers(raw: dict[str, Any], key: str) -> tuple[bool, ...]:
+    """Layer i is a mixture of experts if `decoder_sparse_step` divides i + 1 and `mlp_only_layers` has no i."""
+    layers = raw["num_hidden_layers"]
+    step = _positive({"decoder_sparse_step": 1, **raw}, "decoder_sparse_step", key)
+    dense = raw.get("mlp_only_layers") or []
+    if any(not isinstance(layer, int) or not 0 <= layer < layers for layer in dense):
+        raise ConfigError(
+            "bad mlp_only_layers", found=dense, needed=f"layers from 0 to {layers - 1}", key=f"{key}:mlp_only_layers"
+        )
+    return tuple((layer + 1) % step == 0 and layer not in dense for layer in range(layers))
 
 
 def read_rope(raw: dict[str, Any], head_dim: int, key: str = "config.json") -> RopeConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,9 +12,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from lightning_spec.errors import ConfigError
+from lightning_spec.policy.moe import expert_options
 from lightning_spec.shapes import SUPPORTED_MODEL_TYPES, PolicyShape
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
@@ -29,6 +36,9 @@ def megatron_config(shape: PolicyShape, dtype: torch.dtype = torch.float32, **op
     Fused kernels stay off unless asked for: they need CUDA extensions, or compile at the first call.
     `variable_seq_lengths` and the alltoall dispatcher are on because packed micro-batches differ in length, and
     Megatron refuses the first without the second even in a dense model.
+
+    Raises:
+        ConfigError: an option that Megatron does not have, or that config.json decides.
     """
     if dtype not in DTYPES:
         raise ConfigError("unsupported dtype", found=dtype, needed=f"one of {DTYPES}", key="model.dtype")
@@ -58,6 +68,7 @@ def megatron_config(shape: PolicyShape, dtype: torch.dtype = torch.float32, **op
         "init_method": _zeros,
         "output_layer_init_method": _zeros,
         "embedding_init_method": _zeros,
+        **expert_options(shape),
     }
     defaults: dict[str, Any] = {
         "gradient_accumulation_fusion": False,
@@ -67,6 +78,7 @@ def megatron_config(shape: PolicyShape, dtype: torch.dtype = torch.float32, **op
         "persist_layer_norm": False,
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
+        "expert_tensor_parallel_size": 1,
         "pipeline_dtype": dtype,
         "cuda_graph_scope": [],
     }
@@ -76,7 +88,7 @@ def megatron_config(shape: PolicyShape, dtype: torch.dtype = torch.float32, **op
             raise ConfigError(
                 "unknown Megatron option", found=name, needed="a field of TransformerConfig", key=f"megatron.{name}"
             )
-        if name in fixed:
+        if name in fixed or name.startswith("moe_router_"):
             raise ConfigError(
                 "a Megatron option that the policy's config.json decides",
                 found=f"{name}={value!r}",
@@ -108,11 +120,23 @@ def new_policy_config(
     bos_token_id: int | None = None,
     eos_token_id: int | list[int] | None = None,
     pad_token_id: int | None = None,
+    num_experts: int | None = None,
+    experts_per_token: int = 2,
+    expert_intermediate_size: int | None = None,
+    norm_topk_prob: bool = True,
+    mlp_only_layers: Sequence[int] = (),
 ) -> dict[str, Any]:
     """The config.json of a policy that starts from random weights. A folder that holds it alone is a valid policy.
 
     Defaults: as many kv heads as heads, head_dim = hidden / heads, intermediate = 8/3 hidden rounded up to 64.
-    Raises ConfigError for sizes that no policy can have.
+
+    Args:
+        num_experts, experts_per_token, expert_intermediate_size, norm_topk_prob, mlp_only_layers: of a qwen3_moe
+            policy, which must have `num_experts`; an expert's default size gives all of a token's experts together
+            `intermediate_size`.
+
+    Raises:
+        ConfigError: sizes that no policy can have.
     """
     if model_type not in SUPPORTED_MODEL_TYPES:
         raise ConfigError(
@@ -125,6 +149,14 @@ def new_policy_config(
             needed="hidden_size a multiple of num_heads, or a head_dim of its own",
             key="head_dim",
         )
+    if (model_type == "qwen3_moe") != (num_experts is not None):
+        raise ConfigError(
+            "a mixture-of-experts policy needs experts, and no other has any",
+            found=f"model_type {model_type}, num_experts {num_experts}",
+            needed="num_experts with model_type qwen3_moe only",
+            key="num_experts",
+        )
+    inner = intermediate_size or -(-8 * hidden_size // 3 // 64) * 64
     raw: dict[str, Any] = {
         "architectures": [ARCHITECTURES[model_type]],
         "model_type": model_type,
@@ -134,7 +166,7 @@ def new_policy_config(
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_kv_heads or num_heads,
         "head_dim": head_dim or hidden_size // num_heads,
-        "intermediate_size": intermediate_size or -(-8 * hidden_size // 3 // 64) * 64,
+        "intermediate_size": inner,
         "max_position_embeddings": max_positions,
         "rope_theta": rope_theta,
         "rms_norm_eps": norm_eps,
@@ -146,5 +178,14 @@ def new_policy_config(
         "pad_token_id": pad_token_id,
         "dtype": "float32",
     }
+    if num_experts is not None:
+        raw |= {
+            "num_experts": num_experts,
+            "num_experts_per_tok": experts_per_token,
+            "moe_intermediate_size": expert_intermediate_size or max(1, inner // experts_per_token),
+            "norm_topk_prob": norm_topk_prob,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": list(mlp_only_layers),
+        }
     PolicyShape.from_hf(raw, key="new_policy_config")
     return raw

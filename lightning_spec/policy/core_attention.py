@@ -60,21 +60,26 @@ class Ulysses:
 
 
 @dataclass(frozen=True, slots=True)
-class Rowless:
-    """This rank holds no row: the model runs on one idle row, which attention leaves out while it serves the others."""
+class Padded:
+    """Attention over the first `rows` rows; those behind them pad the micro-batch and come out as zeros.
+
+    Idle rows are there because Megatron's reshapes want at least one row, and sequence parallelism as many on each
+    rank. With no row at all this rank still takes its part in the others' attention.
+    """
 
     attend: Attend
+    rows: int
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        return torch.cat((self.attend(q[:0], k[:0], v[:0], scale), torch.zeros_like(q)))
+        real = self.attend(q[: self.rows], k[: self.rows], v[: self.rows], scale)
+        return torch.cat((real, torch.zeros_like(q[self.rows :])))
 
 
 def attend_over(lengths: Sequence[int], shard: Shard | None, split: SplitAttention) -> Attend:
     """How this rank attends: `split` says how where its rows are a shard."""
     if shard is None:
         return Whole(tuple(lengths))
-    attend: Attend = Ring(shard) if split == "ring" else Ulysses(shard)
-    return attend if shard.rows.numel() else Rowless(attend)
+    return Ring(shard) if split == "ring" else Ulysses(shard)
 
 
 @dataclass

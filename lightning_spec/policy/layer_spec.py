@@ -12,9 +12,14 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 
 from lightning_spec.policy.core_attention import PackedCoreAttention
+from lightning_spec.policy.moe import moe_spec
 from lightning_spec.policy.norm import RMSNorm
 from lightning_spec.shapes import PolicyShape
 
@@ -33,8 +38,8 @@ class BiasedRowLinear(RowParallelLinear):
         super().__init__(*args, bias=True, **kwargs)
 
 
-def layer_spec(shape: PolicyShape) -> ModuleSpec:
-    """The spec of one decoder layer of this family."""
+def layer_spec(shape: PolicyShape, layer: int = 0) -> ModuleSpec:
+    """The spec of decoder layer `layer` (0 .. num_layers - 1 of the whole model) of this family."""
     norm_of_head = RMSNorm if shape.qk_norm else None
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
@@ -42,10 +47,6 @@ def layer_spec(shape: PolicyShape) -> ModuleSpec:
         linear_proj=BiasedRowLinear if shape.output_bias else RowParallelLinear,
         q_layernorm=norm_of_head,
         k_layernorm=norm_of_head,
-    )
-    mlp = MLPSubmodules(
-        linear_fc1=BiasedColumnLinear if shape.mlp_bias else ColumnParallelLinear,
-        linear_fc2=BiasedRowLinear if shape.mlp_bias else RowParallelLinear,
     )
     return ModuleSpec(
         module=TransformerLayer,
@@ -56,15 +57,27 @@ def layer_spec(shape: PolicyShape) -> ModuleSpec:
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=ModuleSpec(module=MLP, submodules=mlp),
+            mlp=mlp_spec(shape, layer),
             mlp_bda=get_bias_dropout_add,
         ),
     )
 
 
+def mlp_spec(shape: PolicyShape, layer: int) -> ModuleSpec:
+    """A mixture of experts or an ordinary gated MLP."""
+    if shape.experts is not None and shape.is_sparse(layer):
+        return moe_spec(shape.experts)
+    linear = MLPSubmodules(
+        linear_fc1=BiasedColumnLinear if shape.mlp_bias else ColumnParallelLinear,
+        linear_fc2=BiasedRowLinear if shape.mlp_bias else RowParallelLinear,
+    )
+    return ModuleSpec(module=MLP, submodules=linear)
+
+
 def block_spec(
     shape: PolicyShape, config: TransformerConfig, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage, and the final norm."""
-    layers = get_num_layers_to_build(config, vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer_spec(shape)] * layers, layer_norm=RMSNorm)
+    """The layers of this pipeline stage (of its chunk `vp_stage` under virtual stages), and the final norm."""
+    first = get_transformer_layer_offset(config, vp_stage)
+    layers = range(first, first + get_num_layers_to_build(config, vp_stage))
+    return TransformerBlockSubmodules(layer_specs=[layer_spec(shape, one) for one in layers], layer_norm=RMSNorm)

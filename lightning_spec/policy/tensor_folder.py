@@ -69,8 +69,11 @@ class TensorFolder:
                 raise CheckpointError(f"{index.name} places {some(lost)} in {file}, which does not hold them")
             self.entries.update({name: found[name] for name in names})
 
-    def read(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors one at a time, in the order given. At most one file is open."""
+    def read(
+        self, names: Sequence[str], parts: Mapping[str, tuple[slice, ...]] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The tensors one at a time, in the order given, or the rectangles of them in `parts`. At most one file is
+        open."""
         handle, opened = None, None
         for name in names:
             entry = self.entries[name]
@@ -78,7 +81,8 @@ class TensorFolder:
                 if entry.file != opened:
                     handle, opened = safe_open(entry.file, framework="pt"), entry.file
                 assert handle is not None
-                yield name, handle.get_tensor(name)
+                part = (parts or {}).get(name)
+                yield name, handle.get_tensor(name) if part is None else handle.get_slice(name)[part]
             except SafetensorError as error:
                 raise CheckpointError(f"cannot read {name} from {entry.file}: {error}") from error
 
@@ -108,39 +112,38 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     return entries
 
 
-def write_tensors(
-    folder: Path,
-    tensors: Iterable[tuple[str, Tensor]],
-    sizes: Mapping[str, int],
-    max_shard_bytes: int,
-) -> None:
-    """Write `tensors` into `folder`, one file or several with an index, holding one file's tensors in memory at most.
+def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int) -> None:
+    """Write `tensors` into `folder` as they come, one file or several with an index, holding one file's tensors in
+    memory at most."""
+    files: list[Path] = []
+    names: list[list[str]] = []
+    held: dict[str, Tensor] = {}
+    filled = total = 0
 
-    `sizes` are the tensors' bytes, in the order in which they come: the number of files is part of each file's name,
-    so it has to be known before the first is written.
-    """
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name, size in sizes.items():
-        if shards[-1] and filled + size > max_shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += size
-    stream = iter(tensors)
+    def flush() -> None:
+        nonlocal filled
+        # Their number is part of the files' names and is known at the end only.
+        files.append(folder / f"{len(files) + 1:05d}.safetensors.part")
+        names.append(list(held))
+        save_file(held, files[-1], metadata={"format": "pt"})
+        held.clear()
+        filled = 0
+
+    for name, tensor in tensors:
+        if held and filled + tensor.nbytes > max_shard_bytes:
+            flush()
+        # A copy: what comes may share memory with a buffer that the next tensor overwrites.
+        held[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        filled += tensor.nbytes
+        total += tensor.nbytes
+    flush()
     weight_map: dict[str, str] = {}
-    for number, names in enumerate(shards, start=1):
-        file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        held: dict[str, Tensor] = {}
-        for expected in names:
-            name, tensor = next(stream)
-            if name != expected:
-                raise CheckpointError(f"the tensors came out of order: {name}, expected {expected}")
-            held[name] = tensor.detach().cpu().contiguous()
-        save_file(held, folder / file, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(names, file))
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+    for number, (path, inside) in enumerate(zip(files, names, strict=True), start=1):
+        file = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        path.rename(folder / file)
+        weight_map.update(dict.fromkeys(inside, file))
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 

@@ -86,3 +86,74 @@ def test_absent_fields_have_the_familys_own_defaults() -> None:
     assert (ours.num_kv_heads, ours.head_dim) == (llama.num_key_value_heads, llama.head_dim)
     ours = PolicyShape.from_hf({**bare, "model_type": "qwen3"})
     assert (ours.num_kv_heads, ours.head_dim) == (qwen3.num_key_value_heads, qwen3.head_dim)
+
+
+MOE: dict[str, Any] = {
+    **GOOD,
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"decoder_sparse_step": 2},
+        {"decoder_sparse_step": 3, "mlp_only_layers": [2, 4]},
+        {"mlp_only_layers": [0, 7]},
+    ],
+)
+def test_the_layers_with_experts_are_those_of_transformers(changes: dict[str, Any]) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    raw = {**MOE, **changes}
+    config = AutoConfig.for_model(**{name: value for name, value in raw.items() if name != "rope_theta"})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    # Read back as transformers 5 writes it, where the number of experts has another name.
+    for shape in (PolicyShape.from_hf(raw), PolicyShape.from_hf(json.loads(config.to_json_string()))):
+        assert shape.experts is not None
+        assert shape.experts.sparse_layers == tuple(hasattr(layer.mlp, "gate") for layer in model.model.layers)
+        assert (shape.experts.num_experts, shape.experts.top_k) == (8, 2)
+        for number, layer in enumerate(model.model.layers):
+            assert shape.layer_parameters(number) == sum(parameter.numel() for parameter in layer.parameters())
+            assert shape.mlp_width(number) == (48 if shape.is_sparse(number) else 128)
+
+
+def test_layer_parameters_count_biases_and_norms_as_transformers_does() -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    for raw in ({**GOOD, "attention_bias": True, "mlp_bias": True}, {**GOOD, "model_type": "qwen3", "head_dim": 16}):
+        config = AutoConfig.for_model(**{name: value for name, value in raw.items() if name != "rope_theta"})
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        wanted = sum(parameter.numel() for parameter in model.model.layers[3].parameters())
+        assert PolicyShape.from_hf(raw).layer_parameters(3) == wanted
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"num_experts": None}, "num_experts"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok"),
+        ({"moe_intermediate_size": -1}, "moe_intermediate_size"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step"),
+        ({"mlp_only_layers": [8]}, "mlp_only_layers"),
+        ({"shared_expert_intermediate_size": 32}, "shared_expert_intermediate_size"),
+        ({"output_router_logits": True}, "output_router_logits"),
+    ],
+)
+def test_bad_experts_name_their_key(change: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        PolicyShape.from_hf({**MOE, **change})
+
+
+def test_a_mixture_whose_layers_are_all_dense_has_no_experts() -> None:
+    assert PolicyShape.from_hf({**MOE, "mlp_only_layers": list(range(8))}).experts is None
+    assert PolicyShape.from_hf({**MOE, "num_experts": 0}).experts is None

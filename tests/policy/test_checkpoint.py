@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,11 @@ from lightning_spec.policy import (
     has_weights,
     head_weight,
     hf_tensors,
+    initial_weight,
     load_policy,
     new_policy_config,
     policy_from_folder,
+    write_policy,
 )
 from lightning_spec.policy.config import megatron_config
 from lightning_spec.shapes import PolicyShape
@@ -261,6 +263,53 @@ def test_an_export_that_fails_leaves_the_older_one_untouched(
         export_policy(policy, out)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
+def test_tensors_are_written_as_they_come_and_may_share_a_buffer(hf_policy: MakeHF, tmp_path: Path) -> None:
+    _, folder = hf_policy("qwen2")
+    policy = policy_from_folder(folder)
+    tensors = dict(hf_tensors(policy))
+    buffer = torch.empty(max(tensor.numel() for tensor in tensors.values()))
+
+    def streamed() -> Iterator[tuple[str, Tensor]]:
+        for name in sorted(tensors, reverse=True):  # no checkpoint's order
+            view = buffer[: tensors[name].numel()].view(tensors[name].shape)
+            yield name, view.copy_(tensors[name])
+
+    write_policy(tmp_path / "out", policy.shape, torch.float32, streamed(), max_shard_bytes=20_000)
+    assert_same(weights_of(tmp_path / "out"), weights_of(folder))
+    assert_same(dict(hf_tensors(policy_from_folder(tmp_path / "out"))), tensors)
+
+
+def test_an_export_without_all_tensors_is_none(hf_policy: MakeHF, tmp_path: Path) -> None:
+    policy = policy_from_folder(hf_policy("qwen2")[1])
+    tensors = list(hf_tensors(policy))
+    head = tensors[-1]
+    faults: list[tuple[list[tuple[str, Tensor]], str]] = [
+        (tensors[:-2], r"2 tensors never came: model\.norm\.weight, lm_head\.weight"),
+        ([*tensors, head], r"lm_head\.weight \[96, 32\] came where the policy has a new name"),
+        ([("model.layers.9.mlp.up_proj.weight", head[1])], r"no such tensor"),
+        ([(head[0], head[1][:95])], r"lm_head\.weight \[95, 32\] came where the policy has \[96, 32\]"),
+    ]
+    for given, message in faults:
+        with pytest.raises(CheckpointError, match=message):
+            write_policy(tmp_path / "out", policy.shape, torch.float32, given)
+        assert not list(tmp_path.glob("*out*"))
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "qwen2"])
+@pytest.mark.parametrize("weights", [True, False], ids=["loaded", "drawn"])
+def test_any_first_weight_can_be_had_without_a_policy(weights: bool, family: str, hf_policy: MakeHF) -> None:
+    _, folder = hf_policy(family)
+    if not weights:
+        (folder / "model.safetensors").unlink()
+    policy = policy_from_folder(folder, seed=4, dtype=torch.bfloat16)
+    for name, tensor in hf_tensors(policy):
+        assert torch.equal(initial_weight(folder, policy.shape, name, 4, torch.bfloat16), tensor)
+    head = initial_weight(folder, policy.shape, "lm_head.weight", 4, torch.bfloat16)
+    assert torch.equal(head, head_weight(policy))
+    with pytest.raises(CheckpointError, match=r"no tensor lm_head\.bias"):
+        initial_weight(folder, policy.shape, "lm_head.bias")
 
 
 def test_export_refuses_to_delete_what_is_not_an_export(hf_policy: MakeHF, tmp_path: Path) -> None:

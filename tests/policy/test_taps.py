@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from lightning_spec.errors import ConfigError
-from lightning_spec.policy import TapRecorder, embedding_weight, head_weight, hf_gradients, policy_from_folder
+from lightning_spec.policy import (
+    TapRecorder,
+    embedding_weight,
+    head_weight,
+    hf_gradients,
+    policy_from_folder,
+    tap_owner,
+)
 
 Packed = tuple[Tensor, Tensor, list[int]]
 MakeHF = Callable[..., tuple[Any, Path]]
@@ -131,6 +138,45 @@ def test_a_failed_forward_leaves_nothing_to_take(hf_policy: MakeHF, packed: Pack
         assert not recorder._recording  # or the backward of an earlier micro-batch would record
         with pytest.raises(RuntimeError, match="no forward pass"):
             recorder.take()
+        with pytest.raises(RuntimeError, match="no forward pass"):
+            recorder.take_parts()
+
+
+def test_parts_are_the_taps_by_layer(hf_policy: MakeHF, packed: Packed) -> None:
+    policy = policy_from_folder(hf_policy("llama")[1])
+    with TapRecorder(policy, [3, 0, 4]) as recorder:
+        policy(*packed)
+        parts = recorder.take_parts()
+        policy(*packed)
+        taps = recorder.take()
+        with pytest.raises(RuntimeError, match="no forward pass"):
+            recorder.take_parts()
+    assert recorder.own_ids == (0, 3, 4)
+    assert list(parts.features) == [0, 3, 4]
+    assert torch.equal(torch.cat(list(parts.features.values()), dim=-1), taps.features)
+    assert parts.embeddings is not None
+    assert torch.equal(parts.embeddings, taps.embeddings)
+
+
+def test_a_micro_batch_without_rows_leaves_one_idle_row(hf_policy: MakeHF) -> None:
+    policy = policy_from_folder(hf_policy("llama")[1])
+    nothing = torch.zeros(0, dtype=torch.long)
+    with TapRecorder(policy, [0, 4]) as recorder:
+        hidden = policy(nothing, nothing, [])
+        parts = recorder.take_parts()
+    assert hidden.shape == (0, 32)
+    assert {k: tensor.shape[0] for k, tensor in parts.features.items()} == {0: 1, 4: 1}
+    hidden.sum().backward()
+    gradients = dict(hf_gradients(policy))
+    # All there, for reductions that wait for each, and all zero. (The head is the loss's.)
+    assert len(gradients) == len(dict(policy.named_parameters())) - 1 + 3 * 4
+    assert not any(gradient.any() for gradient in gradients.values())
+
+
+def test_a_tap_belongs_to_the_stage_whose_layer_reads_it() -> None:
+    # Layers 0, 1 | 2 | none | 3.
+    assert tap_owner([2, 1, 0, 1], [0, 1, 2, 3, 4]) == {0: 0, 1: 0, 2: 1, 3: 3, 4: 3}
+    assert tap_owner([0, 2, 0], [0, 1, 2]) == {0: 1, 1: 1, 2: 2}
 
 
 def test_taps_work_through_megatrons_data_parallel_wrapper_and_stop_when_closed(

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_spec.policy import build_policy, hf_tensors, new_policy_config, policy_from_folder
-from lightning_spec.policy.weights import pieces
+from lightning_spec.policy import build_policy, hf_tensors, new_policy_config, placements, policy_from_folder
 from lightning_spec.shapes import PolicyShape
 
 MakeHF = Callable[..., tuple[Any, Path]]
@@ -38,8 +37,9 @@ def test_every_element_of_every_parameter_belongs_to_exactly_one_tensor(hf_polic
         with torch.no_grad():
             for parameter in parameters.values():
                 parameter.zero_()
-            for piece in pieces(policy):
-                piece.region(parameters[piece.parameter]).add_(1)
+            for name, places in placements(policy).items():
+                for piece in (piece for place in places for piece in place.pieces(parameters[name])):
+                    piece.tensor.add_(1)
         for name, parameter in parameters.items():
             assert bool((parameter == 1).all()), name
 
