@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from lightning_spec.attention.zigzag import Shard
 from lightning_spec.batch import PackedBatch
 from lightning_spec.errors import ConfigError
+from lightning_spec.loss.vocab import VocabShard
 from lightning_spec.metrics import Reduction
+from lightning_spec.parallel.placement import Placement
 from lightning_spec.shapes import PolicyShape
 
 AttentionMode = Literal["auto", "stream", "ring", "ulysses"]
@@ -45,15 +47,20 @@ class DraftInputs:
     stop: Tensor
     """bool [T], token-aligned: x_t ended generation."""
     policy_head: Tensor
-    """[V, C]."""
-    policy_embedding: Tensor
-    """[V, C]."""
+    """[V, C], or this rank's rows of it, [stop - start, C], where `vocab` is given."""
+    policy_embedding: Tensor | None
+    """[V, C]; None where no rank that runs the draft holds it whole (a pipeline stage after the first, or tensor
+    parallelism). EAGLE-3 does not read it in training: `embeddings` are all that it needs of it."""
     shard: Shard | None = None
     """None: this rank holds all T rows. Else `features`, `embeddings` and `hidden` are its rows [T_r, .] alone; tokens,
     positions, sampled, stop and lengths are those of the whole micro-batch on every rank."""
     seed: int = 0
     """Of a draft's random choices (which rows are sampled): equal on the ranks that share the micro-batch, and another
     one for every other micro-batch."""
+    vocab: VocabShard | None = None
+    """None: this rank holds the whole vocabulary. Else the ranks of its group (tensor parallelism) hold parts of it,
+    and are given the same of everything but `policy_head`. They share the work: loss and metrics are complete on each,
+    the gradient of a parameter is a share, and the sum over the group is the whole."""
 
     @property
     def split(self) -> Shard | None:
@@ -61,13 +68,19 @@ class DraftInputs:
         return self.shard if self.shard is not None and self.shard.size > 1 else None
 
     def detached(self) -> DraftInputs:
-        names = ("features", "embeddings", "hidden", "policy_head", "policy_embedding")
-        return replace(self, **{name: getattr(self, name).detach() for name in names})
+        names = ("features", "embeddings", "hidden", "policy_head")
+        table = self.policy_embedding
+        return replace(
+            self,
+            **{name: getattr(self, name).detach() for name in names},
+            policy_embedding=None if table is None else table.detach(),
+        )
 
 
 @dataclass(slots=True)
 class DraftOutput:
-    """`loss`: scalar, this micro-batch's share of the step's draft objective (global normalisers inside)."""
+    """`loss`: scalar, this micro-batch's share of the step's draft objective (global normalisers inside). Sums over
+    data- and context-parallel ranks are the step's; tensor-parallel ranks all hold the same numbers."""
 
     loss: Tensor
     metrics: DraftMetrics
@@ -94,6 +107,57 @@ class Draft(nn.Module, ABC):
     """Layers of the policy whose input (residual stream) the draft reads, ascending; known after `build`."""
     attention: AttentionMode = "auto"
     memory_limit: int | None = None
+    _resident: bool = True
+
+    @property
+    def resident(self) -> bool:
+        """Whether the parameters are here; see `drop_parameters`."""
+        return self._resident
+
+    def drop_parameters(self) -> None:
+        """Free the parameters, after `build`: for the pipeline stages that another one's draft learns for.
+
+        Every stage needs to know what the draft reads, counts and refuses, one holds it. Shapes and buffers stay, so
+        `counts`, `check_length`, `fingerprint` and `speculative_config` work; what reads parameters raises
+        RuntimeError. `parameters()` lists tensors without data: leave them out of data parallelism and optimisers.
+        """
+        for module in self.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    empty = torch.empty_like(parameter, device="meta")
+                    module._parameters[name] = nn.Parameter(empty, requires_grad=False)
+        self._resident = False
+
+    def need_parameters(self) -> None:
+        """Raise RuntimeError where `drop_parameters` was called."""
+        if not self._resident:
+            raise RuntimeError(
+                f"{type(self).__name__} is known by its configuration alone on this rank: its parameters were dropped, "
+                "another pipeline stage holds them"
+            )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        if self._resident:
+            return super()._apply(fn, recurse)
+        # Tensors without data cannot be moved.
+        for module in self.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else fn(buffer)
+        return self
+
+    def placements(self) -> dict[str, list[Placement]]:
+        """Where this rank's parameters stand in the draft, by name: whole, as the draft is not split over ranks; none
+        where they were dropped."""
+        if not self._resident:
+            return {}
+        return {name: [Placement.whole(name, tuple(p.shape))] for name, p in self.named_parameters()}
+
+    def local_tensors(self) -> Iterator[tuple[Placement, Tensor]]:
+        """What this rank holds of `engine_tensors`, detached: all of it, or nothing. Parameters have the same names
+        here as in `placements`; the engine wants buffers (a vocabulary map), too."""
+        if self._resident:
+            for name, tensor in self.engine_tensors():
+                yield Placement.whole(name, tuple(tensor.shape)), tensor.detach()
 
     def set_attention(self, mode: AttentionMode, memory_limit: int | None = None) -> None:
         """Choose how the draft attends over context-parallel ranks, before training.
@@ -136,6 +200,11 @@ class Draft(nn.Module, ABC):
         """
 
     @abstractmethod
+    def row_products(self) -> float:
+        """Multiply-adds of one anchor's row in training, forward and backward, attention and teacher left out: what a
+        pipeline's layout weighs against a layer of the policy. After `build`, with or without parameters."""
+
+    @abstractmethod
     def counts(self, batch: PackedBatch) -> dict[str, Tensor]:
         """Sums of a micro-batch that become the normalisers of `forward`: float64 scalars, the same keys always."""
 
@@ -157,8 +226,12 @@ class Draft(nn.Module, ABC):
         """Take the tensors of `engine_tensors`. Raises CheckpointError on missing or surplus ones, naming them."""
 
     @abstractmethod
-    def export(self, folder: str | Path) -> Path:
-        """Write a checkpoint that the engine loads, and return its folder."""
+    def export(self, folder: str | Path, tensors: Iterable[tuple[str, Tensor]] | None = None) -> Path:
+        """Write a checkpoint that the engine loads, and return its folder.
+
+        Args:
+            tensors: those of `engine_tensors`, for a rank that does not hold the draft itself.
+        """
 
     @abstractmethod
     def load(self, folder: str | Path) -> None:

@@ -66,7 +66,7 @@ class Eagle3(Draft):
         rows_per_step: about how many rows of a step carry draft loss, drawn uniformly; their weights make up for the
             others, so gradients stay unbiased and cost less. Null: all rows.
         chunk_rows: anchors that the streamed engine takes through all passes at a time; 7168 / num_passes by default,
-            so that its memory does not grow with the passes.
+            so that its memory does not grow with the passes. Tensor-parallel ranks cut them among each other.
         seed: of the initial weights.
     """
 
@@ -198,6 +198,7 @@ class Eagle3(Draft):
         Engines share modules whose weights are equal at load, and a later refit of the draft would then overwrite the
         policy: so the copies are perturbed by one part in a thousand. Call after `build`, before `export`.
         """
+        self.need_parameters()
         generator = torch.Generator().manual_seed(self.seed + 1)
         owned = (
             ("own_head", self.lm_head, policy_head, self.target_ids()),
@@ -247,12 +248,20 @@ class Eagle3(Draft):
 
     # ---- training ---------------------------------------------------------------------------------------------------
 
+    def row_products(self) -> float:
+        config = self.built()
+        layers = sum(p.numel() for layer in self.decoder_layers() for p in layer.parameters())
+        # Forward and the gradient of the states; the head's own gradient only where it is the draft's.
+        head = (3 if config.own_head else 2) * config.draft_vocab_size * config.hidden_size
+        return 3 * self.fc.weight.numel() + self.num_passes * (3 * layers + head)
+
     def counts(self, batch: PackedBatch) -> dict[str, Tensor]:
         depth = self._depth(batch)
         counts = pass_counts(depth, self.num_passes).to(torch.float64)
         return {f"draft_pass_{i}": counts[i] for i in range(self.num_passes)}
 
     def forward(self, inputs: DraftInputs, loss: Any, totals: Mapping[str, Tensor | float]) -> DraftOutput:
+        self.need_parameters()
         x = inputs.detached()
         plan = make_plan(self._depth(x), self.pass_weights, totals, self.rows_per_step, x.seed)
         if not plan.sizes[0]:  # on every rank alike
@@ -294,10 +303,6 @@ class Eagle3(Draft):
             return ahead.embeddings[index].to(self.fc.weight.dtype)
         return nn.functional.embedding(ahead.tokens[index], self.embed_tokens.weight)
 
-    def head(self, x: DraftInputs) -> Tensor:
-        """[Vd, H], its own or the policy's live one."""
-        return x.policy_head if self.lm_head is None else self.lm_head.weight
-
     def recycled(self, output: Tensor, normed: Tensor) -> Tensor:
         """The next pass's hidden, from the last layer's output before and after the final norm."""
         hidden = normed if self.built().norm_output else output
@@ -327,6 +332,7 @@ class Eagle3(Draft):
         temperature: float = 0.0,
         generator: torch.Generator | None = None,
     ) -> Proposal:
+        self.need_parameters()
         return propose(
             self,
             features,
@@ -347,10 +353,12 @@ class Eagle3(Draft):
 
     def engine_tensors(self) -> Iterator[tuple[str, Tensor]]:
         # The modules carry the engine's names. Borrowed tensors are none of the state: never sent, so never aliased.
-        yield from self.state_dict().items()
+        self.need_parameters()
+        return iter(self.state_dict().items())
 
     def load_tensors(self, tensors: Iterable[tuple[str, Tensor]], source: str) -> None:
         self.built()
+        self.need_parameters()
         dropped = {name for name, own in _OWNED_TENSORS.items() if self._given[own] is False}
         found = [(name, tensor) for name, tensor in tensors if name not in dropped]
         for name, tensor in found:
@@ -363,8 +371,9 @@ class Eagle3(Draft):
                 )
         assign(self.state_dict(), found, source)
 
-    def export(self, folder: str | Path) -> Path:
-        return write_checkpoint(folder, self.built().to_json(), dict(self.engine_tensors()))
+    def export(self, folder: str | Path, tensors: Iterable[tuple[str, Tensor]] | None = None) -> Path:
+        held = tensors if tensors is not None else self.engine_tensors()
+        return write_checkpoint(folder, self.built().to_json(), dict(held))
 
     def load(self, folder: str | Path) -> None:
         raw, where = read_config(folder)

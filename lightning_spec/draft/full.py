@@ -2,6 +2,10 @@
 
 With one rank it is the plain way; over context-parallel ranks rows stay where the policy has them (zigzag), and trunk
 keys travel in every pass, by ring or Ulysses.
+
+Tensor-parallel ranks all run all rows and divide the vocabulary of the loss; each lets the gradients of its part of the
+scored rows flow back, and they add up to the whole, as everything before the loss is linear in them. Nothing is saved
+so, but no message is needed either: this is the oracle of the streamed engine, which divides the rows.
 """
 
 from __future__ import annotations
@@ -14,9 +18,11 @@ from torch import Tensor
 from lightning_spec.draft.ahead import Ahead, wanted
 from lightning_spec.draft.attention import PassAttention
 from lightning_spec.draft.base import DraftInputs, DraftOutput
+from lightning_spec.draft.head import head_part
 from lightning_spec.draft.passes import run_passes
 from lightning_spec.draft.plan import PassPlan
 from lightning_spec.draft.tally import Tally, nothing
+from lightning_spec.draft.tensor_ranks import TensorRanks
 from lightning_spec.loss.draft import DraftLoss
 
 if TYPE_CHECKING:
@@ -29,7 +35,7 @@ def run_full(draft: Eagle3, x: DraftInputs, loss: DraftLoss, plan: PassPlan, att
     Args:
         x: detached inputs.
     """
-    shard = x.split
+    shard, head = x.split, head_part(draft, x)
     positions, depth = x.positions, plan.depth
     mine = torch.arange(positions.numel(), device=positions.device)
     ahead = Ahead(x, None)
@@ -49,14 +55,15 @@ def run_full(draft: Eagle3, x: DraftInputs, loss: DraftLoss, plan: PassPlan, att
     scored = run_passes(draft, chain, output, depth, plan.sizes, embed)
     weight = scored.normed.new_tensor(plan.weights, dtype=torch.promote_types(scored.normed.dtype, torch.float32))
     out = loss(
-        scored.normed,
-        draft.head(x),
+        _share(scored.normed, TensorRanks(x.vocab)),
+        head.weight,
         ahead.hidden,
         x.policy_head,
         weight[scored.passes],
-        draft.target_ids(),
+        head.target_ids,
         ahead.index(mine[scored.rows] + 1 + scored.passes),
         torch.ones_like(scored.rows, dtype=torch.bool),
+        x.vocab,
     )
     tally = Tally(draft.num_passes, plan.factor, positions.device)
     tally.add(scored.counts, scored.rows, positions.numel(), out.each, out.valid, out.agree, out.alpha)
@@ -64,3 +71,11 @@ def run_full(draft: Eagle3, x: DraftInputs, loss: DraftLoss, plan: PassPlan, att
     if not scored.rows.numel():  # this rank has no part of it: its parameters still get (zero) gradients
         objective = objective + nothing(draft.parameters(), x.hidden).to(objective.dtype)
     return DraftOutput(objective, tally.metrics())
+
+
+def _share(normed: Tensor, ranks: TensorRanks) -> Tensor:
+    """The same values; gradients reach this tensor-parallel rank's rows alone."""
+    if ranks.size == 1:
+        return normed
+    mine = ranks.cut(normed.shape[0])
+    return torch.cat([normed[: mine.start].detach(), normed[mine], normed[mine.stop :].detach()])

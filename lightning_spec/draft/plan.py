@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -71,7 +72,27 @@ def deal(depth: Tensor, positions: Tensor, size: int, fixed: float) -> list[Tens
         fixed: work of a row in one pass apart from attention, in keys attended to.
     """
     rows = (depth > 0).nonzero().flatten()
-    work = (positions[rows] + 1 + fixed) * depth[rows].double()
+    return [rows[part] for part in cut(work_of(depth[rows], positions[rows], fixed), size)]
+
+
+def work_of(depth: Tensor, positions: Tensor, fixed: float) -> Tensor:
+    """float64 [R], work of rows in all their passes, in keys attended to. Arguments as in `deal`, [R] each.
+
+    In whole 64ths, so that sums of it are exact in any order: the ranks that share rows must cut them alike, and sums
+    on a GPU have no fixed order.
+    """
+    return (positions + 1 + round(64 * fixed) / 64) * depth.double()
+
+
+def cut(work: Tensor, size: int) -> list[slice]:
+    """`size` pieces of consecutive rows, of about equal `work` [R]; some are empty where rows are few."""
     middle = work.cumsum(0) - work / 2
     owner = (middle * (size / float(work.sum().clamp(min=1e-300)))).long().clamp(max=size - 1)
-    return [rows[owner == rank] for rank in range(size)]
+    ends = torch.searchsorted(owner, torch.arange(size + 1, device=work.device)).tolist()
+    return [slice(first, last) for first, last in itertools.pairwise(ends)]
+
+
+def scored_rows(depth: Tensor, num_passes: int) -> tuple[Tensor, Tensor]:
+    """(rows, passes), int64 [S] each: what rows of the given depth [R] are scored on, pass by pass, rows ascending."""
+    passes, rows = (depth[None, :] > torch.arange(num_passes, device=depth.device)[:, None]).nonzero().unbind(1)
+    return rows, passes

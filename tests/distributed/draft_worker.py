@@ -81,7 +81,7 @@ EXAMPLES = {
 def build(example: Example, dtype: torch.dtype) -> Eagle3:
     draft = Eagle3(**(MHA | example.options))
     if "draft_vocab_size" in example.options:
-        draft.use_vocab_map(VocabMap(torch.tensor([1, 4, 5, 11, 22]), 23))
+        draft.use_vocab_map(VocabMap(torch.tensor([1, 4, 5, 11, 22][: example.options["draft_vocab_size"]]), 23))
     draft.build(_shape(), dtype=dtype, seed=3)
     return draft
 

@@ -16,7 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_spec.draft import DraftInputs, Eagle3, VocabMap, plan
 from lightning_spec.draft import mode as modes
+from lightning_spec.draft import stream as streaming
 from lightning_spec.errors import ConfigError
+from lightning_spec.loss import prepare_heads
 from lightning_spec.loss.draft import LK, SoftCrossEntropy, TotalVariation
 
 Shapes = Callable[..., Any]
@@ -173,6 +175,35 @@ def test_bfloat16_streams_like_the_plain_engine_with_sums_in_float32(make_shape:
             sum(float((got[n].double() - want[n]).norm() / want[n].norm()) for n, _ in draft.named_parameters())
         )
     assert errors[0] <= 1.1 * errors[1] < 1.1 * 0.05 * len(list(exact.parameters()))
+
+
+def test_the_heads_are_converted_once_a_micro_batch(
+    make_shape: Shapes, make_inputs: Inputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(
+        streaming, "prepare_heads", lambda *args, **kw: calls.append(args) or prepare_heads(*args, **kw)
+    )
+    # What a sweep that is not given prepared heads would call.
+    monkeypatch.setattr("lightning_spec.loss.draft.prepare_heads", None)
+    draft, x = built(make_shape(), torch.bfloat16, chunk_rows=2), make_inputs([9], dtype=torch.bfloat16)
+    measure(draft, x)
+    assert len(calls) == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    positions=st.lists(st.integers(0, 1 << 20), min_size=1, max_size=60),
+    fixed=st.floats(0, 5000),
+    passes=st.integers(1, 8),
+    data=st.data(),
+)
+def test_sums_of_work_are_exact_in_any_order(
+    positions: list[int], fixed: float, passes: int, data: st.DataObject
+) -> None:
+    work = plan.work_of(torch.full((len(positions),), passes), torch.tensor(positions), fixed)
+    order = data.draw(st.permutations(range(len(positions))))
+    assert float(work.cumsum(0)[-1]) == float(work[order].cumsum(0)[-1]) == float(work.sum())
 
 
 def test_chunks_shrink_as_passes_grow_unless_they_are_given() -> None:
