@@ -8,6 +8,7 @@ from typing import Any
 _HOME = {
     "ExportCallback": "callbacks.export",
     "FrozenTwin": "callbacks.acceptance",
+    "PreemptionCallback": "callbacks.preemption",
     "ProgressCallback": "callbacks.progress",
     "RolloutCallback": "callbacks.rollout",
     "SpecCheckpoint": "callbacks.checkpoint",
@@ -16,6 +17,7 @@ _HOME = {
 __all__ = [
     "ExportCallback",
     "FrozenTwin",
+    "PreemptionCallback",
     "ProgressCallback",
     "RolloutCallback",
     "SpecCheckpoint",

@@ -16,10 +16,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from callbacks.collect import speculation_metrics
-from callbacks.rollout import RolloutCallback, find_rollout, full_draft, serves_draft
+from callbacks.rollout import RolloutCallback, find_rollout
+from callbacks.served import full_draft, serves_draft
+from callbacks.speaker import Speaker, consumed, writes_with_first
 from lightning_spec.batch import SpecStats
 from lightning_spec.errors import ConfigError
 from lightning_spec.metrics import MetricBag
+from lightning_spec.rollout.engine import NamedTensors
 
 
 class FrozenTwin(pl.Callback):
@@ -96,13 +99,24 @@ class FrozenTwin(pl.Callback):
                 needed="the file that the run wrote at its start, or acceptance.enabled: false",
                 key="acceptance.folder",
             )
-        if not resumed and trainer.is_global_zero:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            beside = file.with_suffix(".partial")
-            save_file({name: t.detach().cpu().contiguous().clone() for name, t in module.draft_tensors()}, beside)
-            beside.replace(file)
+        if not resumed and writes_with_first(trainer):
+            # Where the draft lives on other ranks than rank 0, those send it.
+            _save(module.draft_tensors(), file, trainer.is_global_zero)
         trainer.strategy.barrier("frozen_draft")
+        if not Speaker.of(trainer.strategy).speaks:
+            return {}  # the engine gets the tensors, and this rank has none
         return {name: tensor.to(_device(module)) for name, tensor in load_file(file).items()}
+
+
+def _save(tensors: NamedTensors, file: Path, first: bool) -> None:
+    def write() -> None:
+        if first:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            beside = file.with_suffix(".partial")
+            save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors}, beside)
+            beside.replace(file)
+
+    consumed(write, tensors)
 
 
 def _length(spec: SpecStats) -> tuple[float, float]:

@@ -75,21 +75,33 @@ class SpecCheckpoint(Checkpoint):
         # (RolloutBuffer.refill).
         step = trainer.global_step
         last = step == trainer.max_steps or trainer.should_stop
-        if step == self._saved_step or not (last or step % self.every_n_steps == 0):
-            return
-        if validation_is_due(trainer):
+        if last or step % self.every_n_steps == 0:
+            self.save_step(trainer)
+
+    def save_step(self, trainer: L.Trainer) -> bool:
+        """Save the step that is ending unless it is saved, from a batch's or a validation's last hook. Collective.
+
+        Returns:
+            False where the save waits for the validation that is due at the step.
+        """
+        if trainer.global_step == self._saved_step:
+            return True
+        if trainer.validating:
+            self._waits_for_validation = False
+        elif validation_is_due(trainer):
             self._waits_for_validation = True
-            return
-        connector = trainer._logger_connector
-        self._unlogged = plain(connector.metrics["log"]) if connector.should_update_logs else {}
+            return False
+        else:
+            connector = trainer._logger_connector
+            self._unlogged = plain(connector.metrics["log"]) if connector.should_update_logs else {}
         self._save(trainer)
         self._unlogged = {}
+        return True
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # The validation's metrics are in the loggers' files by now, and the training step's before them.
         if self._waits_for_validation:
-            self._waits_for_validation = False
-            self._save(trainer)
+            self.save_step(trainer)
 
     def _save(self, trainer: L.Trainer) -> None:
         self._saved_step = trainer.global_step

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+
+from callbacks.speaker import writes_with_first
 
 
 class ExportCallback(pl.Callback):
@@ -27,20 +30,26 @@ class ExportCallback(pl.Callback):
 def export(trainer: pl.Trainer, module: Any, folder: str | Path) -> Path:
     """Write `folder/policy` and, where there is a draft, `folder/draft`; each appears whole or not at all.
 
-    Every rank calls it; rank 0 writes.
+    Every rank calls it; rank 0 writes. Where the model is split, the ranks that hold it with rank 0 send their parts, a
+    bucket of tensors at a time.
     """
     folder = Path(folder)
-    if trainer.is_global_zero:
-        folder.mkdir(parents=True, exist_ok=True)
-        _replace(folder / "policy", module.export_policy)
+    if writes_with_first(trainer):
+        if trainer.is_global_zero:
+            folder.mkdir(parents=True, exist_ok=True)
+        _replace(folder / "policy", module.export_policy, trainer.is_global_zero)
         if module.draft is not None:
-            _replace(folder / "draft", module.export_draft)
+            _replace(folder / "draft", module.export_draft, trainer.is_global_zero)
     trainer.strategy.barrier("export")
     return folder
 
 
-def _replace(target: Path, write: Any) -> None:
+def _replace(target: Path, write: Callable[[Path], Any], first: bool) -> None:
+    """Write beside the target, then swap: on the first rank. The others' part of `write` is to send."""
     beside = target.with_name(f".{target.name}.partial")
+    if not first:
+        write(beside)
+        return
     shutil.rmtree(beside, ignore_errors=True)
     write(beside)
     old = target.with_name(f".{target.name}.old")

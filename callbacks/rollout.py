@@ -30,12 +30,13 @@ from callbacks.collect import (
     speculation_metrics,
 )
 from callbacks.gain import GainWatch
-from callbacks.speaker import Speaker
+from callbacks.served import check_lengths, check_run, full_draft, reduced, serves_draft, write_engine_files
+from callbacks.speaker import Speaker, consumed
 from lightning_spec.batch import Completion, Prompt, Rollout, SpecStats, StepBatch
 from lightning_spec.errors import ConfigError
 from lightning_spec.metrics import MetricBag
 from lightning_spec.recorded import save_rollouts
-from lightning_spec.rollout.engine import Engine, EngineFiles, Sampling
+from lightning_spec.rollout.engine import Engine, Sampling
 from lightning_spec.rollout.rewards import Reward, score
 
 Progress = Callable[[str, int, int], None]
@@ -48,7 +49,7 @@ class RolloutCallback(pl.Callback):
     Args:
         engine: the rollout engine (`lightning_spec.rollout.vllm.VLLMEngine`, `...reference.ReferenceEngine`). Null for
             runs that learn from worked answers or recorded rollouts; the callback then does nothing. Each
-            data-parallel rank runs one; its context-parallel ranks share it.
+            model replica runs one, which its ranks share.
         reward: what scores a completion (`lightning_spec.rollout.rewards`; `WeightedRewards` joins several). May be
             null only where the policy is frozen.
         sampling: how training rollouts are sampled. Without stop tokens the tokenizer's end token stops.
@@ -118,37 +119,7 @@ class RolloutCallback(pl.Callback):
     # ---- Lightning's hooks ------------------------------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        mode = getattr(data, "mode", "rollouts")
-        if self.engine is not None and mode != "rollouts":
-            raise ConfigError(
-                "an engine, but the data does not come from rollouts",
-                found=f"data.mode={mode}",
-                needed="data.mode: rollouts, or rollout.engine: null",
-                key="rollout.engine",
-            )
-        if self.engine is None and mode == "rollouts" and stage in ("fit", "validate"):
-            raise ConfigError(
-                "the data comes from rollouts, but there is no engine",
-                found="rollout.engine=null",
-                needed="an engine class, or data.mode: worked",
-                key="rollout.engine",
-            )
-        if self.engine is not None and self.reward is None and getattr(pl_module, "trains_policy", True):
-            raise ConfigError(
-                "the policy learns from rollouts, but nothing scores them",
-                found="rollout.reward=null",
-                needed="a reward class",
-                key="rollout.reward",
-            )
-        if self.advantages.std == "batch" and getattr(trainer.strategy, "data_parallel_size", 1) > 1:
-            raise ConfigError(
-                "the deviation of all rewards is not reduced over data-parallel ranks",
-                found="std=batch on several ranks",
-                needed="group or none",
-                key="rollout.advantages.std",
-            )
-
+        check_run(self.engine, self.reward, self.advantages, trainer, pl_module, stage)
         self._speaker = Speaker.of(trainer.strategy)
         if self.engine is not None:
             self.engine = self._speaker.share(self.engine)
@@ -156,7 +127,7 @@ class RolloutCallback(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.engine is None:
             return
-        self._check_lengths(trainer, pl_module)
+        check_lengths(self.engine, self.sampling.max_tokens, trainer, pl_module)
         buffer = trainer.datamodule.buffer  # type: ignore[attr-defined]
         # Resuming from an epoch's last batch, Lightning starts the next epoch without `on_train_epoch_start`.
         buffer.refill = lambda: self.fill(trainer, pl_module)
@@ -169,20 +140,6 @@ class RolloutCallback(pl.Callback):
             draft.set_acceptance(self._acceptance)
         if self.validate_first and trainer.global_step == 0 and trainer.enable_validation:
             self._measure_start(trainer, pl_module)
-
-    def _check_lengths(self, trainer: pl.Trainer, module: Any) -> None:
-        """Refuse rollouts longer than the policy's or the draft's positions before any is made."""
-        longest = trainer.datamodule.max_prompt_tokens + self.sampling.max_tokens  # type: ignore[attr-defined]
-        shape = getattr(module, "shape", None)
-        if shape is not None and longest > shape.max_positions:
-            raise ConfigError(
-                "prompt and completion may be longer than the policy's positions",
-                found=f"data.max_prompt_tokens + rollout.sampling.max_tokens = {longest}",
-                needed=f"at most {shape.max_positions} (max_position_embeddings)",
-                key="rollout.sampling.max_tokens",
-            )
-        if module.draft is not None and serves_draft(self.engine):
-            module.draft.check_length(longest)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.engine is None or trainer.datamodule.buffer.remaining:  # type: ignore[attr-defined]
@@ -244,7 +201,7 @@ class RolloutCallback(pl.Callback):
         began = time.perf_counter()
         if not self._started:
             self._tell("start", 0, 1)
-            self.engine.start(self._export(trainer, module))
+            self.engine.start(write_engine_files(self.engine, self.workdir, trainer, module))
             self._started = True
             _close_at_exit(self)
             self.engine.restore_speculation(self._gain.state)
@@ -260,32 +217,20 @@ class RolloutCallback(pl.Callback):
         return self.engine, metrics
 
     def refit(self, module: Any, draft: Any = None) -> None:
-        """Stream the module's weights into the engine; `draft` replaces the module's draft tensors."""
+        """Stream the module's weights into the engine; `draft` replaces the module's draft tensors.
+
+        Every rank of the assembly calls it: each has a part of the weights to send.
+        """
         assert self.engine is not None
+        engine = self.engine
         self._tell("refit", 0, 1)
         self.refits += 1
         verify = bool(self.verify_refit) and self.refits % self.verify_refit == 0
-        tensors = None
-        if serves_draft(self.engine):
+        policy, tensors = module.policy_tensors(), None
+        if serves_draft(engine):
             tensors = draft if draft is not None else module.draft_tensors()
-        report = self.engine.refit(module.policy_tensors(), tensors, version=module.version, verify=verify)
+        report = consumed(lambda: engine.refit(policy, tensors, version=module.version, verify=verify), policy, tensors)
         self.engine_version = report.version
-
-    def _export(self, trainer: pl.Trainer, module: Any) -> EngineFiles:
-        """Write the checkpoints that the engine starts from; rank 0 writes for all."""
-        policy, draft = self.workdir / "policy", self.workdir / "draft"
-        has_draft = module.draft is not None and serves_draft(self.engine)
-        if trainer.is_global_zero:
-            module.export_policy(policy)
-            if has_draft:
-                module.export_draft(draft)
-        trainer.strategy.barrier("engine_files")
-        kind = type(module.draft)
-        return EngineFiles(
-            policy=policy,
-            draft=draft if has_draft else None,
-            draft_class=f"{kind.__module__}.{kind.__qualname__}" if has_draft else None,
-        )
 
     # ---- phases -----------------------------------------------------------------------------------------------------
 
@@ -426,31 +371,10 @@ class RolloutCallback(pl.Callback):
             self.on_progress(phase, done, of)
 
 
-def reduced(trainer: pl.Trainer, metrics: MetricBag) -> MetricBag:
-    """Reduced over the ranks that split the data, where the strategy has such ranks."""
-    reduce = getattr(trainer.strategy, "reduce_metrics", None)
-    return reduce(metrics) if reduce is not None else metrics
-
-
 def find_rollout(trainer: pl.Trainer) -> RolloutCallback | None:
     """The run's rollout callback, if it has one with an engine."""
     found = [c for c in trainer.callbacks if isinstance(c, RolloutCallback)]  # type: ignore[attr-defined]
     return found[0] if found and found[0].engine is not None else None
-
-
-def serves_draft(engine: Engine | None) -> bool:
-    """Whether the engine loads a draft checkpoint: not for n-gram or suffix proposals, nor without speculation."""
-    speculation = getattr(engine, "speculation", None)
-    if speculation is not None:
-        return bool(speculation.needs_draft)
-    return engine is not None and engine.speculative and getattr(engine, "method", "draft") == "draft"
-
-
-def full_draft(engine: Engine) -> int:
-    """Proposals of a full draft: what the engine's settings say, else what it has counted."""
-    settings = getattr(engine, "speculation", None) or engine
-    declared = getattr(settings, "num_speculative_tokens", None) or getattr(settings, "k", None)
-    return int(declared) if declared is not None else len(engine.last.spec.per_position)
 
 
 def _close_at_exit(callback: RolloutCallback) -> None:

@@ -1,7 +1,8 @@
 """One rank of each model replica speaks for it: it alone owns the rollout engine, and its peers get what came of it.
 
-The context-parallel ranks of a replica train on the same rollouts. So one of them generates and scores, and hands
-completions, rewards and failures over to the others: nobody waits for an engine that has died.
+The tensor, pipeline and context parallel ranks of a replica train on the same rollouts. So one of them generates and
+scores, and hands completions, rewards and failures over to the others: nobody waits for an engine that has died. A
+refit takes all of them: the peers send the parts of the weights that they hold.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 
 from lightning_spec.batch import Completion, SpecStats
 from lightning_spec.errors import EngineError
+from lightning_spec.parallel.assemble import drain
 from lightning_spec.parallel.groups import Ranks
 from lightning_spec.rollout.engine import (
     Engine,
@@ -38,8 +40,9 @@ class Speaker:
 
     @classmethod
     def of(cls, strategy: Any) -> Speaker:
-        """Of the strategy's context-parallel ranks, where it has such."""
-        return cls(getattr(strategy, "context", None))
+        """Of all ranks of a model replica of the strategy, where it has such."""
+        replica = getattr(strategy, "replica", None)
+        return cls(replica if replica is not None else getattr(strategy, "context", None))
 
     @property
     def speaks(self) -> bool:
@@ -70,6 +73,27 @@ class Speaker:
     def share(self, engine: Engine) -> Engine:
         """The engine for all ranks: itself where there is one rank."""
         return engine if self._ranks is None or isinstance(engine, SharedEngine) else SharedEngine(engine, self)
+
+
+def writes_with_first(trainer: Any) -> bool:
+    """Whether this rank takes part when rank 0 writes the model: rank 0, and those that hold the model with it.
+    Collective over each set of ranks that together hold every tensor."""
+    assembly = getattr(trainer.strategy, "assembly", None)
+    return trainer.is_global_zero if assembly is None else assembly.broadcast(trainer.is_global_zero)
+
+
+def consumed(action: Callable[[], T], *streams: NamedTensors | None) -> T:
+    """The result of `action`, which reads the streams in order; what it leaves of them, also when it fails, is drained,
+    so that no rank that sends its parts of the tensors is left waiting."""
+    try:
+        result = action()
+    except Exception:
+        for stream in streams:
+            drain(stream)
+        raise
+    for stream in streams:
+        drain(stream)
+    return result
 
 
 class SharedEngine(Engine):
@@ -115,7 +139,11 @@ class SharedEngine(Engine):
     def refit(
         self, policy: NamedTensors | None, draft: NamedTensors | None, version: int, verify: bool = False
     ) -> RefitReport:
-        return self._run(lambda: self._engine.refit(policy, draft, version, verify))
+        if not self._speaker.speaks:
+            # What the speaking rank's engine takes, this rank helps to assemble: in the same order, to the end.
+            drain(policy)
+            drain(draft)
+        return self._run(lambda: consumed(lambda: self._engine.refit(policy, draft, version, verify), policy, draft))
 
     def stats(self) -> SpecStats:
         return self._run(self._engine.stats)

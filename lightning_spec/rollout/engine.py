@@ -187,7 +187,8 @@ class Engine(ABC):
         """Replace the weights in place and drop every cache of the old ones. Names are those of the checkpoints.
 
         Args:
-            policy, draft: one pass over all tensors of the checkpoint, streamed; None leaves that model as it is.
+            policy, draft: one pass over all tensors of the checkpoint, streamed; None leaves that model as it is. The
+                policy's is read first: other ranks may be sending their parts of both, in this order.
             version: reported by every completion sampled from now on.
             verify: compare each tensor with what the engine holds afterwards.
 

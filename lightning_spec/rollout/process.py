@@ -17,7 +17,7 @@ import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -62,20 +62,28 @@ def cleaned_environment(source: Mapping[str, str] | None = None) -> dict[str, st
     return {name: value for name, value in source.items() if not name.startswith(LAUNCHER_VARIABLES)}
 
 
-def cpu_environment(cores: Sequence[int]) -> dict[str, str]:
+def cpu_environment(cores: Sequence[int], workers: int = 1) -> dict[str, str]:
     """Settings with which vLLM's CPU build is fast, for an engine that owns `cores` while it generates.
 
     OpenMP threads sleep soon after a parallel region (KMP_BLOCKTIME, ms), so an idle engine takes nothing from the
     trainer. The libraries are preloaded only where they are found.
+
+    Args:
+        workers: processes that share the model (tensor parallelism); each gets an equal part of the cores, and where
+            there are fewer cores than workers, one core that others use too.
     """
-    listed = ",".join(str(core) for core in cores)
+    each = max(1, len(cores) // workers)
+    parts = [[cores[(worker * each + i) % len(cores)] for i in range(each)] for worker in range(workers)]
+    listed = [",".join(str(core) for core in part) for part in parts]
     settings = {
-        "OMP_NUM_THREADS": str(len(cores)),
-        "VLLM_CPU_OMP_THREADS_BIND": listed,
-        "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{listed}]",
+        "OMP_NUM_THREADS": str(each),
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(listed),
         "KMP_BLOCKTIME": "5",
         "KMP_TPAUSE": "0",
     }
+    if workers == 1:
+        # Several workers are bound by vLLM, one by one; from a parent that was bound they would inherit its cores.
+        settings["KMP_AFFINITY"] = f"granularity=fine,explicit,proclist=[{listed[0]}]"
     found = [path for path in (_find("libiomp5.so"), _find("libtcmalloc_minimal.so.4")) if path]
     inherited = os.environ.get("LD_PRELOAD", "")
     if found:
@@ -94,6 +102,53 @@ def _find(library: str) -> str | None:
     return next((str(folder / library) for folder in folders if (folder / library).is_file()), None)
 
 
+SHARED_MEMORY = Path("/dev/shm")
+LEFT_BEHIND = ("psm_*", "sem.mp-*")
+"""What vLLM's processes share: message queues and semaphores of Python's multiprocessing."""
+
+
+def shared_files(group: int) -> set[Path]:
+    """Files in shared memory that only the processes of a process group use, and that a SIGKILL leaves there.
+
+    Intel's OpenMP, too, registers each process in a file that it removes only at an ordinary exit.
+    """
+    found: set[Path] = set()
+    mapped: set[str] = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.getpgid(int(entry.name)) == group:
+                found |= set(SHARED_MEMORY.glob(f"__KMP_REGISTERED_LIB_{entry.name}_*"))
+                # By inode: a semaphore's maker knows it under another name.
+                lines = (entry / "maps").read_text().splitlines()
+                mapped |= {line.split()[4] for line in lines if str(SHARED_MEMORY) in line}
+    for file in (file for pattern in LEFT_BEHIND for file in SHARED_MEMORY.glob(pattern)):
+        with contextlib.suppress(OSError):
+            if str(file.stat().st_ino) in mapped:
+                found.add(file)
+    return found
+
+
+def unlink_all(files: Iterable[Path]) -> None:
+    """Remove files, some of which may be gone already."""
+    for file in files:
+        with contextlib.suppress(OSError):
+            file.unlink()
+
+
+@contextlib.contextmanager
+def _warnings_blocked() -> Iterator[None]:
+    """What is started here, and all that it starts, never sees USR1 and USR2.
+
+    SLURM sends its warning ahead of the time limit to every process of a job step; by default it ends a process. The
+    trainer answers it at the end of its step, for which it needs the engine.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, signal.SIGUSR2))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class ChildProcess:
     """A running child. Every method is safe to call after the child has died; `request` then raises.
 
@@ -108,6 +163,7 @@ class ChildProcess:
         self._owner = os.getpid()
         self._ended = False
         self._lock = threading.Lock()
+        self._shared: set[Path] = set()
         self._folder = tempfile.TemporaryDirectory(prefix="lightning-spec-engine-") if log_file is None else None
         self.log_file = Path(self._folder.name) / "engine.log" if self._folder else Path(str(log_file))
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -119,7 +175,7 @@ class ChildProcess:
             # The kernel sends the death signal when the *thread* that forked ends, so only the main thread may ask.
             command.append("--die-with-parent")
         try:
-            with open(self.log_file, "ab") as log:
+            with open(self.log_file, "ab") as log, _warnings_blocked():
                 self._process = subprocess.Popen(
                     command,
                     env={**environment, "PYTHONPATH": path},
@@ -218,6 +274,7 @@ class ChildProcess:
     def close(self, grace_s: float = 10.0) -> None:
         """Ask the child to end, then make it. Waits until the whole process group is gone."""
         if self.alive and self._lock.acquire(timeout=0.5):
+            self._shared |= shared_files(self._process.pid)
             try:
                 with contextlib.suppress(OSError, EngineError):
                     self._send(("close",), time.monotonic() + 1.0)
@@ -238,13 +295,12 @@ class ChildProcess:
         atexit.unregister(self.kill)
         # The group lives as long as any member does, and its number is not reused before that: this also ends
         # workers that the child left behind.
+        self._shared |= shared_files(self._process.pid)
+        self._shared |= set(SHARED_MEMORY.glob(f"__KMP_REGISTERED_LIB_{self._process.pid}_*"))
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=30)
-        # Intel's OpenMP registers each process in a file that it removes only at an ordinary exit.
-        for leftover in Path("/dev/shm").glob(f"__KMP_REGISTERED_LIB_{self._process.pid}_*"):
-            with contextlib.suppress(OSError):
-                leftover.unlink()
+        unlink_all(self._shared)
         self._connection.close()
         self._socket.close()

@@ -7,7 +7,7 @@ at a time: a completion depends on its own prompt and seed alone, never on what 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -149,7 +149,7 @@ class ReferenceEngine(Engine):
                 raise EngineError("draft refit: the engine runs without a draft")
             new_draft = staged(checked(draft, _specs(self._proposer.tensors()), "draft"))
         if new_policy is not None:
-            held = model.state_dict()
+            held = checkpoint_views(model.state_dict())
             for name, tensor in new_policy.items():
                 held[name].copy_(tensor)
             verified += _compare(new_policy, held, "policy") if verify else 0
@@ -313,3 +313,25 @@ def _compare(sent: dict[str, Tensor], held: dict[str, Tensor], what: str) -> int
     if differing:
         raise EngineError(f"{what} refit: the engine holds other values of {', '.join(differing[:8])}")
     return len(sent)
+
+
+def checkpoint_views(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a transformers model under the names of its checkpoint, sharing memory with it.
+
+    transformers 5 holds all experts of a layer in two tensors, [E, 2I, C] (gate above up) and [E, C, I]; a checkpoint
+    has three for each expert.
+    """
+    views: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        before, _, last = name.rpartition(".")
+        if not before.endswith(".experts") or last not in ("gate_up_proj", "down_proj"):
+            views[name] = tensor
+            continue
+        for number, expert in enumerate(tensor):
+            if last == "down_proj":
+                views[f"{before}.{number}.down_proj.weight"] = expert
+            else:
+                gate, up = expert.chunk(2)
+                views[f"{before}.{number}.gate_proj.weight"] = gate
+                views[f"{before}.{number}.up_proj.weight"] = up
+    return views

@@ -30,10 +30,9 @@ from lightning_spec.rollout.engine import (
 )
 from lightning_spec.rollout.process import ChildProcess, cleaned_environment, cpu_environment
 from lightning_spec.rollout.speculation import Speculation
-from lightning_spec.rollout.vllm_checks import check_draft, check_policy
+from lightning_spec.rollout.vllm_checks import ENGINE, check_draft, check_policy, check_requests, check_settings
 from lightning_spec.rollout.weight_transfer import DTYPES, stream, sweep
 
-KEY = "rollout.engine"
 WORKER = "lightning_spec.rollout.vllm_worker"
 BUCKET_BYTES = 256 << 20
 
@@ -49,7 +48,8 @@ class VLLMEngine(Engine):
         enforce_eager: no compilation; None: True on a CPU (it starts in seconds, not minutes), else False.
         kv_cache_gib: memory for keys and values; None: 1 GiB on a CPU, else what `gpu_memory_utilization` leaves.
         gpu_memory_utilization: share of a GPU's memory; ignored on a CPU.
-        tensor_parallel_size: GPUs (or groups of cores) that share the model.
+        tensor_parallel_size: GPUs (or equal parts of the cores) that share the policy, and the draft with it. Each
+            takes its part of what a refit sends; the trainer's own layout does not matter.
         threads: cores to use on a CPU; None: all that this process may use.
         timeout_s: bound of one request; the engine is killed when it is exceeded.
         start_timeout_s: bound of the start.
@@ -89,45 +89,12 @@ class VLLMEngine(Engine):
         self.seed = seed
         self.log_file = Path(log_file) if log_file else None
         self.engine_args = dict(engine_args or {})
-        self._check_numbers()
+        check_settings(self)
         self.last = Generation()
         self.facts: dict[str, Any] = {}
         self._child: ChildProcess | None = None
         self._specs: dict[str, dict[str, TensorSpec]] = {}
         self._torn: set[str] = set()
-
-    def _check_numbers(self) -> None:
-        positive = {
-            "max_model_len": self.max_model_len,
-            "max_num_seqs": self.max_num_seqs,
-            "kv_cache_gib": self.kv_cache_gib,
-            "tensor_parallel_size": self.tensor_parallel_size,
-            "threads": self.threads,
-            "timeout_s": self.timeout_s,
-            "start_timeout_s": self.start_timeout_s,
-        }
-        for name, value in positive.items():
-            if value is not None and value <= 0:
-                raise ConfigError(f"bad {name}", found=value, needed="a positive number", key=f"{KEY}.{name}")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(
-                "bad gpu_memory_utilization",
-                found=self.gpu_memory_utilization,
-                needed="0 < share <= 1",
-                key=f"{KEY}.gpu_memory_utilization",
-            )
-        dtypes = ("auto", "float32", "bfloat16", "float16")
-        if self.dtype not in dtypes:
-            raise ConfigError("unknown dtype", found=self.dtype, needed=f"one of {dtypes}", key=f"{KEY}.dtype")
-        owned = set(positive) | {"model", "dtype", "enforce_eager", "speculative_config", "logprobs_mode", "seed"}
-        owned |= {"worker_extension_cls", "weight_transfer_config", "skip_tokenizer_init", "generation_config"}
-        if clash := sorted(owned & set(self.engine_args)):
-            raise ConfigError(
-                "engine_args repeats what the engine sets itself",
-                found=clash,
-                needed="the engine's own argument",
-                key=f"{KEY}.engine_args",
-            )
 
     @property
     def speculative(self) -> bool:
@@ -155,9 +122,9 @@ class VLLMEngine(Engine):
         self.close()
         on_gpu = torch.cuda.is_available()
         self._probes(on_gpu)
-        raw = check_policy(files.policy, self.max_model_len, not on_gpu)
+        raw = check_policy(files.policy, self.max_model_len, not on_gpu, self.tensor_parallel_size)
         if self.speculation.needs_draft:
-            check_draft(self.speculation, files, raw, self.max_model_len, not on_gpu)
+            check_draft(self.speculation, files, raw, self.max_model_len, not on_gpu, self.tensor_parallel_size)
         # Files of trainers that were killed while they wrote.
         sweep()
         self._specs = {"policy": _specs(files.policy, tied=bool(raw.get("tie_word_embeddings", False)))}
@@ -191,7 +158,7 @@ class VLLMEngine(Engine):
             # vLLM compiles one small function (ranks of log-probs) even then: 3 s of C++ compiler in the first call.
             environment["TORCH_COMPILE_DISABLE"] = "1"
         cores = sorted(os.sched_getaffinity(0))[: self.threads]
-        return environment | cpu_environment(cores)
+        return environment | cpu_environment(cores, self.tensor_parallel_size)
 
     def _settings(self, files: EngineFiles, on_gpu: bool) -> dict[str, Any]:
         settings: dict[str, Any] = {
@@ -225,7 +192,7 @@ class VLLMEngine(Engine):
                 "adaptive speculation needs vLLM's scheduler in the engine's own process",
                 found="a GPU" if on_gpu else f"tensor_parallel_size={self.tensor_parallel_size}",
                 needed="adaptive: false, with by_batch_size rows instead",
-                key=f"{KEY}.speculation.adaptive",
+                key=f"{ENGINE}.speculation.adaptive",
             )
         return self.speculation.probes
 
@@ -276,45 +243,12 @@ class VLLMEngine(Engine):
                 f"the engine's {' and '.join(sorted(self._torn))} weights are half replaced: a refit failed on the "
                 "way; refit all tensors, or restart the engine"
             )
-        self._check_requests(requests, sampling)
+        check_requests(requests, sampling, self.facts["max_model_len"], self.facts["vocab_size"])
         if not requests:
             self.last = Generation()
             return []
         completions, self.last = self._request("generate", list(requests), sampling, on_progress=on_progress)
         return completions
-
-    def _check_requests(self, requests: Sequence[Request], sampling: Sampling) -> None:
-        if sampling.temperature > 2:
-            raise ConfigError(
-                "temperature is beyond what vLLM takes",
-                found=sampling.temperature,
-                needed="at most 2",
-                key="rollout.sampling.temperature",
-            )
-        longest, vocabulary = self.facts["max_model_len"], self.facts["vocab_size"]
-        for number, request in enumerate(requests):
-            prompt = request.prompt_tokens
-            if not 0 < len(prompt) < longest:
-                raise ConfigError(
-                    f"request {number}: the prompt does not fit",
-                    found=f"{len(prompt)} tokens",
-                    needed=f"1..{longest - 1} (max_model_len leaves room for one token at least)",
-                    key=f"{KEY}.max_model_len",
-                )
-            if not (min(prompt) >= 0 and max(prompt) < vocabulary):
-                raise ConfigError(
-                    f"request {number}: a token is outside the vocabulary",
-                    found=max(prompt, key=abs),
-                    needed=f"0..{vocabulary - 1}",
-                    key="data.tokenizer",
-                )
-            if request.max_tokens is not None and request.max_tokens < 1:
-                raise ConfigError(
-                    f"request {number}: bad max_tokens",
-                    found=request.max_tokens,
-                    needed="at least 1",
-                    key="rollout.sampling.max_tokens",
-                )
 
     def stats(self) -> SpecStats:
         return self._request("stats")

@@ -18,7 +18,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from lightning_spec.rollout import vllm_cpu
+from lightning_spec.rollout import vllm_cpu, vllm_experts
 from lightning_spec.rollout.weight_transfer import BACKEND, checksum, read_bucket
 
 MENDS = vllm_cpu.apply_mends()
@@ -168,6 +168,9 @@ def effective(
     Raises:
         KeyError: the model has no such tensor.
     """
+    if (expert := vllm_experts.expert_values(model, name)) is not None:
+        yield name, *expert
+        return
     module, leaf, part = _resolve(model, name)
     values = _read(module, leaf)
     rank, ranks = getattr(module, "tp_rank", 0), getattr(module, "tp_size", 1)

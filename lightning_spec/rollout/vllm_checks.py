@@ -1,15 +1,97 @@
-"""Checkpoints against each other and against the engine's settings, before anything starts."""
+"""What vLLM would refuse late or serve wrongly: settings, checkpoints against each other, requests."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_spec.errors import ConfigError
-from lightning_spec.rollout.engine import EngineFiles
+from lightning_spec.rollout.engine import EngineFiles, Request, Sampling
 from lightning_spec.rollout.speculation import KEY as SPECULATION
 from lightning_spec.rollout.speculation import Speculation
+
+if TYPE_CHECKING:
+    from lightning_spec.rollout.vllm import VLLMEngine
+
+ENGINE = "rollout.engine"
+"""Its key in a configuration."""
+
+
+def check_settings(engine: VLLMEngine) -> None:
+    """Refuse numbers out of range, an unknown dtype, and engine_args that repeat what the engine sets itself."""
+    positive = (
+        "max_model_len",
+        "max_num_seqs",
+        "kv_cache_gib",
+        "tensor_parallel_size",
+        "threads",
+        "timeout_s",
+        "start_timeout_s",
+    )
+    for name in positive:
+        value = getattr(engine, name)
+        if value is not None and value <= 0:
+            raise ConfigError(f"bad {name}", found=value, needed="a positive number", key=f"{ENGINE}.{name}")
+    if not 0 < engine.gpu_memory_utilization <= 1:
+        raise ConfigError(
+            "bad gpu_memory_utilization",
+            found=engine.gpu_memory_utilization,
+            needed="0 < share <= 1",
+            key=f"{ENGINE}.gpu_memory_utilization",
+        )
+    dtypes = ("auto", "float32", "bfloat16", "float16")
+    if engine.dtype not in dtypes:
+        raise ConfigError("unknown dtype", found=engine.dtype, needed=f"one of {dtypes}", key=f"{ENGINE}.dtype")
+    owned = {*positive, "model", "dtype", "enforce_eager", "speculative_config", "logprobs_mode", "seed"}
+    owned |= {"worker_extension_cls", "weight_transfer_config", "skip_tokenizer_init", "generation_config"}
+    if clash := sorted(owned & set(engine.engine_args)):
+        raise ConfigError(
+            "engine_args repeats what the engine sets itself",
+            found=clash,
+            needed="the engine's own argument",
+            key=f"{ENGINE}.engine_args",
+        )
+
+
+def check_requests(requests: Sequence[Request], sampling: Sampling, longest: int, vocabulary: int) -> None:
+    """Refuse what the engine cannot serve, before any of it runs.
+
+    Args:
+        longest: tokens of prompt and completion together.
+        vocabulary: number of tokens.
+    """
+    if sampling.temperature > 2:
+        raise ConfigError(
+            "temperature is beyond what vLLM takes",
+            found=sampling.temperature,
+            needed="at most 2",
+            key="rollout.sampling.temperature",
+        )
+    for number, request in enumerate(requests):
+        prompt = request.prompt_tokens
+        if not 0 < len(prompt) < longest:
+            raise ConfigError(
+                f"request {number}: the prompt does not fit",
+                found=f"{len(prompt)} tokens",
+                needed=f"1..{longest - 1} (max_model_len leaves room for one token at least)",
+                key=f"{ENGINE}.max_model_len",
+            )
+        if not (min(prompt) >= 0 and max(prompt) < vocabulary):
+            raise ConfigError(
+                f"request {number}: a token is outside the vocabulary",
+                found=max(prompt, key=abs),
+                needed=f"0..{vocabulary - 1}",
+                key="data.tokenizer",
+            )
+        if request.max_tokens is not None and request.max_tokens < 1:
+            raise ConfigError(
+                f"request {number}: bad max_tokens",
+                found=request.max_tokens,
+                needed="at least 1",
+                key="rollout.sampling.max_tokens",
+            )
 
 
 def read_config(folder: Path, key: str) -> dict[str, Any]:
@@ -25,19 +107,42 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes of vLLM's CPU attention; it accepts others at the start and fails in the first step."""
 
 
-def check_policy(folder: Path, max_model_len: int | None, on_cpu: bool) -> dict[str, Any]:
-    """The policy's config.json, once it is known to allow `max_model_len` and to run here."""
+def check_policy(folder: Path, max_model_len: int | None, on_cpu: bool, workers: int = 1) -> dict[str, Any]:
+    """The policy's config.json, once it is known to allow `max_model_len`, to run here and to split over `workers`."""
     raw = read_config(folder, "EngineFiles.policy")
     _check_heads(raw, f"{folder}/config.json", on_cpu)
+    _check_split(raw, "policy", workers)
     longest = raw.get("max_position_embeddings")
     if max_model_len is not None and longest is not None and max_model_len > longest:
         raise ConfigError(
             "max_model_len is beyond the policy's positions",
             found=max_model_len,
             needed=f"at most {longest} (max_position_embeddings)",
-            key="rollout.engine.max_model_len",
+            key=f"{ENGINE}.max_model_len",
         )
     return raw
+
+
+def _check_split(raw: dict[str, Any], what: str, workers: int) -> None:
+    """Tensor parallelism gives each worker whole query heads, and whole or shared key-value heads."""
+    heads = raw.get("num_attention_heads")
+    kv = raw.get("num_key_value_heads") or heads
+    if workers == 1 or heads is None or kv is None:
+        return
+    inner, expert = raw.get("intermediate_size") or 0, raw.get("moe_intermediate_size") or 0
+    for name, count, fits in (
+        ("query heads", heads, heads % workers == 0),
+        ("key-value heads", kv, kv % workers == 0 or workers % kv == 0),
+        ("MLP columns", inner, inner % workers == 0),
+        ("MLP columns of an expert", expert, expert % workers == 0),
+    ):
+        if not fits:
+            raise ConfigError(
+                f"the {what}'s {count} {name} cannot be split over the engine's workers",
+                found=workers,
+                needed=f"a number that divides {count}" + (", or that it divides" if name == "key-value heads" else ""),
+                key=f"{ENGINE}.tensor_parallel_size",
+            )
 
 
 def _check_heads(raw: dict[str, Any], key: str, on_cpu: bool) -> None:
@@ -53,7 +158,12 @@ def _check_heads(raw: dict[str, Any], key: str, on_cpu: bool) -> None:
 
 
 def check_draft(
-    speculation: Speculation, files: EngineFiles, policy: dict[str, Any], max_model_len: int | None, on_cpu: bool
+    speculation: Speculation,
+    files: EngineFiles,
+    policy: dict[str, Any],
+    max_model_len: int | None,
+    on_cpu: bool,
+    workers: int = 1,
 ) -> None:
     """Refuse a draft that vLLM would load but serve wrongly, or fail on after minutes.
 
@@ -73,6 +183,7 @@ def check_draft(
     key = f"{files.draft}/config.json"
     draft = read_config(files.draft, "EngineFiles.draft")
     _check_heads(draft, key, on_cpu)
+    _check_split(draft, "draft", workers)
     if (mine := draft.get("vocab_size")) is not None and mine != policy.get("vocab_size"):
         raise ConfigError(
             "the draft's vocabulary is not the policy's",

@@ -16,12 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_spec.rollout import vllm_experts
+
 EXPAND = "expand"
 EMPTY_TOP_K = "empty_top_k"
 TIED_HEAD = "tied_head"
 DFLASH_BUFFERS = "dflash_buffers"
 DFLASH_K_NORM = "dflash_k_norm"
 ALIASING = "aliasing"
+EXPERTS_RELOAD = "experts_reload"
 KEEP_VARIABLE = "LIGHTNING_SPEC_KEEP_DEFECTS"
 
 
@@ -177,6 +180,7 @@ MENDS = (
     Mend(EMPTY_TOP_K, False, empty_top_k_is_broken, mend_empty_top_k),
     Mend(DFLASH_K_NORM, True, k_norm_is_broken, mend_k_norm),
     Mend(ALIASING, False, aliasing_is_present, mend_aliasing),
+    Mend(EXPERTS_RELOAD, True, vllm_experts.reload_is_broken, vllm_experts.mend_reload),
 )
 
 

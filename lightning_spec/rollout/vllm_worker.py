@@ -19,6 +19,7 @@ from lightning_spec.batch import Completion, SpecStats
 from lightning_spec.errors import ConfigError
 from lightning_spec.rollout.adaptive import AdaptiveConfig
 from lightning_spec.rollout.engine import Generation, Request, Sampling
+from lightning_spec.rollout.process import shared_files, unlink_all
 from lightning_spec.rollout.vllm_adaptive import AdaptiveScheduler
 from lightning_spec.rollout.weight_transfer import BACKEND
 
@@ -47,6 +48,9 @@ class Server:
         from vllm import LLM
         from vllm.config import WeightTransferConfig
 
+        if not in_process:
+            # The death signal would end this process and leave the others; the thread that watches ends all of them.
+            _die_with_parent(0)
         if not cpu:
             settings = {"enable_sleep_mode": True, **settings}
         self._speculative = settings.get("speculative_config") is not None
@@ -239,13 +243,25 @@ def _spec_stats(metrics: Any) -> SpecStats:
     return SpecStats(sum(counts), metrics.num_draft_tokens, sum(at_least), at_least)
 
 
+def _die_with_parent(number: int) -> None:
+    """Which signal the kernel sends when the trainer's thread that started this process ends; 0: none."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+def _end_group() -> None:
+    """End this process and all that it started, at once."""
+    unlink_all(shared_files(os.getpgrp()))
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
 def _watch_parent(parent: int) -> None:
     """End the whole process group when the trainer is gone, whatever the main thread is doing."""
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(0.25)
-        os.killpg(os.getpgrp(), signal.SIGKILL)
+        _end_group()
 
     threading.Thread(target=watch, name="watch-parent", daemon=True).start()
 
@@ -268,13 +284,14 @@ def _watch_children() -> None:
 
 
 def serve(connection: Connection) -> None:
-    """Answer requests until the trainer closes or goes away."""
+    """Answer requests until the trainer closes; where it goes away, end all that this process started."""
     server = Server(progress=lambda done, total: connection.send(("progress", done, total)))
     while True:
         try:
             name, *arguments = connection.recv()
         except (EOFError, ConnectionError):
-            return
+            # The trainer is gone without a word; vLLM's other processes would outlive this one.
+            _end_group()
         if name == "close":
             server.close()
             return
@@ -295,8 +312,8 @@ def main() -> None:
     parser.add_argument("--die-with-parent", action="store_true")
     options = parser.parse_args()
     os.set_inheritable(options.fd, False)
-    if options.die_with_parent and sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if options.die_with_parent:
+        _die_with_parent(signal.SIGKILL)
     _watch_parent(options.parent)
     serve(Connection(options.fd))
     sys.stdout.flush()

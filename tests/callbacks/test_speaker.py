@@ -1,18 +1,21 @@
-"""Context-parallel ranks share one engine: one calls it, all get its results and its failures."""
+"""The ranks of a replica share one engine: one calls it, all get its results and its failures."""
 
 from __future__ import annotations
 
+import itertools
 import queue
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from callbacks.speaker import SharedEngine, Speaker
+from callbacks.speaker import SharedEngine, Speaker, writes_with_first
 from lightning_spec.batch import SpecStats
 from lightning_spec.errors import ConfigError, EngineError
-from lightning_spec.rollout.engine import Engine, Request, Sampling
+from lightning_spec.rollout.engine import Engine, RefitReport, Request, Sampling
 from tests.callbacks.conftest import FakeEngine
 
 
@@ -95,6 +98,82 @@ def test_a_failure_reaches_every_rank_and_leaves_no_engine_that_could_be_used(er
     assert str(error) in str(theirs)
     assert not alive
     assert not peer_alive
+
+
+class Wire:
+    """One stream on two ranks in lockstep: the peer's ends only when the speaker's has taken every item."""
+
+    def __init__(self, items: int) -> None:
+        self.items, self.channel = items, queue.Queue[tuple[str, float]](1)
+        self.taken = 0
+
+    def stream(self, speaks: bool) -> Iterator[tuple[str, float]]:
+        for number in range(self.items):
+            if speaks:
+                yield self.channel.get(timeout=5)
+                self.taken += 1
+            else:
+                self.channel.put((f"t{number}", 1.0), timeout=5)
+        deadline = time.monotonic() + 5
+        while not speaks and not self.channel.empty():
+            assert time.monotonic() < deadline, "nobody takes the last item"
+            time.sleep(0.001)
+
+
+@pytest.mark.parametrize("taken", [0, 1, 3, 4, 6])
+def test_an_engine_that_fails_inside_a_refit_leaves_no_peer_waiting_to_send(taken: int) -> None:
+    """Before the first tensor, among the policy's, between policy and draft, among the draft's, and at the end."""
+    wires = Wire(3), Wire(3)
+
+    class Failing(FakeEngine):
+        def refit(self, policy: Any, draft: Any, version: int, verify: bool = False) -> Any:
+            stream = itertools.chain(policy, draft)
+            for _ in range(taken):
+                next(stream)
+            raise EngineError("no room for the weights")
+
+    def action(speaker: Speaker) -> Any:
+        engine = speaker.share(Failing([]))
+        with pytest.raises(EngineError, match="no room for the weights"):
+            engine.refit(*(wire.stream(speaker.speaks) for wire in wires), version=1)  # type: ignore[arg-type,misc]
+        return engine.running
+
+    assert both(action) == [False, False]
+    assert [wire.taken for wire in wires] == [3, 3]
+
+
+def test_a_refit_takes_the_policy_and_then_the_draft_on_every_rank() -> None:
+    wires = Wire(4), Wire(2)
+
+    class Reading(FakeEngine):
+        def refit(self, policy: Any, draft: Any, version: int, verify: bool = False) -> Any:
+            return RefitReport(0.0, 0, len([*policy]) + len([*draft]), version)
+
+    def action(speaker: Speaker) -> Any:
+        engine = speaker.share(Reading([]))
+        return engine.refit(*(wire.stream(speaker.speaks) for wire in wires), version=3)  # type: ignore[arg-type,misc]
+
+    first, second = both(action)
+    assert first == second == RefitReport(0.0, 0, 6, 3)
+
+
+def test_a_replica_s_ranks_share_an_engine_and_without_one_the_context_parallel_ranks_do() -> None:
+    channel: queue.Queue[Any] = queue.Queue()
+    mine, context = Ranks(1, channel), Ranks(0, channel)
+    assert not Speaker.of(SimpleNamespace(replica=mine, context=context)).speaks
+    assert Speaker.of(SimpleNamespace(context=context)).speaks
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_ranks_that_hold_the_model_with_rank_0_help_it_write(first: bool) -> None:
+    def action(speaker: Speaker) -> bool:
+        ranks = speaker._ranks
+        assert ranks is not None
+        zero = first and ranks.rank == 0
+        return writes_with_first(SimpleNamespace(strategy=SimpleNamespace(assembly=ranks), is_global_zero=zero))
+
+    assert both(action) == [first, first]
+    assert writes_with_first(SimpleNamespace(strategy=object(), is_global_zero=first)) == first
 
 
 def test_closing_needs_no_other_rank() -> None:

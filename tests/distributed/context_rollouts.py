@@ -1,4 +1,5 @@
-"""A run with rollouts, validation and the frozen twin, for context_worker.py: what it logs and what it trained on."""
+"""A run with rollouts, validation, the frozen twin and an export, for ranks that share an engine (context_worker.py,
+replica_worker.py): what it logs, what it trained on and what it wrote."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import lightning as L
 import torch
 
 from callbacks.acceptance import FrozenTwin
+from callbacks.export import export
 from callbacks.rollout import RolloutCallback
 from lightning_spec.batch import Completion, Prompt, Rollout, StepBatch
 from lightning_spec.data import PromptData
@@ -85,11 +87,11 @@ def run(
     folder: Path,
     *,
     devices: int = 1,
-    context_parallel: int = 1,
-    rank: int = 0,
+    speaks: bool = True,
     engine: type[Counting] = Counting,
+    **layout: Any,
 ) -> dict[str, Any]:
-    """Three steps of two phases, and validation; `folder` is shared by all ranks."""
+    """Three steps of two phases, validation, export; all ranks share `folder`, `layout` is the strategy's sizes."""
     optim = OptimConfig(lr=1e-2, clip_norm=1.0, eps=1e-3)
     module = SpecGRPO(
         PolicySource(str(policy), init_seed=1),
@@ -103,10 +105,11 @@ def run(
     spy = Spy()
     rollout = RolloutCallback(
         own,
-        Odd(alone=rank % context_parallel == 0),
+        Odd(alone=speaks),
         sampling=Sampling(max_tokens=10),
         validation_sampling=Sampling(max_tokens=8, seed=3),
         samples_per_prompt=3,
+        verify_refit=1,
         workdir=str(folder / "engine"),
         record=str(folder / "rollouts"),
         seed=5,
@@ -116,7 +119,7 @@ def run(
         max_epochs=-1,
         accelerator="cpu",
         devices=devices,
-        strategy=MegatronStrategy(token_budget=48, context_parallel=context_parallel, timeout_s=60),
+        strategy=MegatronStrategy(token_budget=48, timeout_s=60, **layout),
         callbacks=[rollout, FrozenTwin(True, str(folder / "frozen")), spy],
         logger=False,
         enable_checkpointing=False,
@@ -133,6 +136,7 @@ def run(
     error = ""
     try:
         trainer.fit(module, datamodule=data)
+        export(trainer, module, folder / "export")
     except EngineError as failure:
         error = str(failure)
     return {
@@ -140,13 +144,16 @@ def run(
         "rollouts": spy.rollouts,
         "error": error,
         "starts": own.starts,
+        "refits": rollout.refits,
         "weights": {name: tensor.detach().clone() for name, tensor in module.named_parameters()},
         "files": sorted(file.name for file in (folder / "rollouts").glob("*")),
     }
 
 
-def save(policy: Path, out: Path, name: str, rank: int, world: int, context_parallel: int) -> None:
+def save(policy: Path, out: Path, name: str, rank: int, world: int, context_parallel: int = 1, **layout: Any) -> None:
     """One rank's part: `rollouts`, or `failing` with an engine that dies."""
     kind = Dying if name == "failing" else Counting
-    found = run(policy, out / f"{name}-files", devices=world, context_parallel=context_parallel, rank=rank, engine=kind)
+    layout["context_parallel"] = context_parallel
+    speaks = rank % context_parallel == 0 if set(layout) == {"context_parallel"} else rank == 0
+    found = run(policy, out / f"{name}-files", devices=world, speaks=speaks, engine=kind, **layout)
     torch.save(found, out / f"{name}-{rank}.pt")
