@@ -22,13 +22,14 @@ import_torchmetrics()
 import lightning.pytorch as pl  # noqa: E402
 import yaml  # noqa: E402
 from jsonargparse import ArgumentError, set_parsing_settings  # noqa: E402
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback  # noqa: E402
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI  # noqa: E402
 from lightning.pytorch.strategies import Strategy  # noqa: E402
 from omegaconf.errors import OmegaConfBaseException  # noqa: E402
 
 from callbacks.acceptance import FrozenTwin  # noqa: E402
 from callbacks.checkpoint import SpecCheckpoint  # noqa: E402
 from callbacks.export import ExportCallback, export  # noqa: E402
+from callbacks.preemption import EarlyListener, PreemptionCallback  # noqa: E402
 from callbacks.progress import ProgressCallback  # noqa: E402
 from callbacks.rollout import RolloutCallback  # noqa: E402
 from callbacks.throughput import ThroughputCallback  # noqa: E402
@@ -37,8 +38,9 @@ from lightning_spec.data import PromptData  # noqa: E402
 from lightning_spec.errors import ConfigError  # noqa: E402
 from lightning_spec.keys import KeyCheck  # noqa: E402
 from lightning_spec.module import SpecGRPO  # noqa: E402
-from lightning_spec.parallel.checkpoint import latest_complete, read_marker  # noqa: E402
 from lightning_spec.readable import at, interpolation_error, readable  # noqa: E402
+from lightning_spec.run_folder import KeepConfig, resume_path  # noqa: E402
+from strategies.slurm import check_start  # noqa: E402
 
 COMMANDS = ("fit", "validate", "export")
 GROUPS: dict[str, type] = {
@@ -48,6 +50,7 @@ GROUPS: dict[str, type] = {
     "acceptance": FrozenTwin,
     "export_at_end": ExportCallback,
     "checkpoint": SpecCheckpoint,
+    "preemption": PreemptionCallback,
 }
 
 
@@ -121,29 +124,6 @@ def _refuse(trainer: dict[str, Any]) -> None:
         )
 
 
-class KeepConfig(SaveConfigCallback):
-    """Saves a training run's resolved configuration as config.yaml; keeps the one that was there under a number."""
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage != "fit":
-            return
-        self.overwrite = True
-        folder = trainer.log_dir
-        if not self.already_saved and trainer.is_global_zero and folder is not None:
-            keep_numbered(Path(folder) / self.config_filename)
-        super().setup(trainer, pl_module, stage)
-
-
-def keep_numbered(file: Path) -> None:
-    """Rename an existing file to name.1.suffix, name.2.suffix, ...: the first number that is free."""
-    if not file.exists():
-        return
-    number = 1
-    while (old := file.with_name(f"{file.stem}.{number}{file.suffix}")).exists():
-        number += 1
-    file.rename(old)
-
-
 class SpecCLI(LightningCLI):
     """The command line. Keys: trainer, model, data, run, vars, seed_everything, and one group for each callback."""
 
@@ -163,8 +143,13 @@ class SpecCLI(LightningCLI):
         skipped = {"fit": fit, "validate": validate, "export": {"model", "datamodule"}}
         return {name: skipped[name] for name in self.wanted}
 
+    def before_instantiate_classes(self) -> None:
+        # Lightning's SLURMEnvironment would refuse some of these, as it is made, with less to go on.
+        check_start()
+
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[pl.Callback]) -> pl.Trainer:
-        return super()._instantiate_trainer(config, [ThroughputCallback(), *callbacks])
+        early = [EarlyListener(one) for one in callbacks if isinstance(one, PreemptionCallback)]
+        return super()._instantiate_trainer(config, [*early, ThroughputCallback(), *callbacks])
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         # Without Lightning's warning: main() hands over sys.argv with its files composed, and so does each rank.
@@ -180,36 +165,6 @@ class SpecCLI(LightningCLI):
         folder = self._get(self.config_init, "checkpoint").dirpath
         kwargs["ckpt_path"] = resume_path(run.resume, folder, kwargs.get("ckpt_path"))
         return kwargs
-
-
-def resume_path(resume: str, folder: str | Path, asked: str | None) -> str | None:
-    """The checkpoint to start from, said in one line.
-
-    Args:
-        resume: `auto`, `never` or a path (`run.resume`).
-        folder: where `auto` looks.
-        asked: `--ckpt_path`; it wins.
-
-    Raises:
-        ConfigError: a path that holds no complete checkpoint.
-    """
-    if asked is None and resume == "never":
-        return None
-    if asked is None and resume == "auto":
-        found = latest_complete(folder)
-        print(f"continuing from {found}" if found else f"no checkpoint in {folder}: starting afresh", flush=True)
-        return str(found) if found is not None else None
-    path = Path(asked or resume)
-    inside = path if read_marker(path) is not None else latest_complete(path)
-    if inside is None:
-        siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise ConfigError(
-            "no complete checkpoint there",
-            found=str(path),
-            needed=nearest(path.name, siblings, "a checkpoint folder"),
-            key="ckpt_path" if asked else "run.resume",
-        )
-    return str(inside)
 
 
 # ---- from argv to a run ---------------------------------------------------------------------------------------------

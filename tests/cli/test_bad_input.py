@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from lightning_spec.cli import describe, main
-from lightning_spec.command import SpecTrainer, keep_numbered, resume_path
+from lightning_spec.command import SpecTrainer
 from lightning_spec.errors import ConfigError
+from lightning_spec.run_folder import keep_numbered, resume_path
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 GRPO = str(CONFIGS / "experiment" / "demo_grpo.yaml")
