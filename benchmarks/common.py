@@ -89,15 +89,15 @@ def measure(cases: Sequence[Case], *, rounds: int = 5, threads: int = 2, timeout
     """
     first = []
     for case in cases:
-        team = _Team(case, threads, timeout, keep_freed=False)
+        team = Team(case, threads, timeout, keep_freed=False)
         try:
             first.append(team.ask("run"))
         finally:
             team.close()
-    teams: list[_Team] = []
+    teams: list[Team] = []
     try:
         for case in cases if rounds else ():
-            teams.append(_Team(case, threads, timeout))
+            teams.append(Team(case, threads, timeout))
             teams[-1].ask("run")
         runs: list[list[dict[str, Any]]] = [[] for _ in cases]
         for number in range(rounds):
@@ -163,7 +163,7 @@ def write_json(path: Path | None, name: str, options: argparse.Namespace, **figu
     path.write_text(json.dumps(document, indent=1, default=asdict) + "\n")
 
 
-class _Team:
+class Team:
     """A case's processes, which get every command at once."""
 
     def __init__(self, case: Case, threads: int, timeout: float, keep_freed: bool = True) -> None:

@@ -1,9 +1,9 @@
 """SpecGRPO: joins the policy's loss and the draft's loss in one LightningModule.
 
 The strategy drives it: it asks for micro-batches and counts, reduces the counts over the ranks that split the data, and
-calls `micro_step` for each micro-batch. The micro-batches' losses *sum* to the step's objective, so nothing downstream
-rescales them. The draft sees the policy only through detached tensors: with the same rollouts the policy's weights are
-bit-identical with draft training on and off.
+for each micro-batch calls `policy_step` on every chunk of the policy and `draft_step` where the draft lives. The
+micro-batches' losses *sum* to the step's objective, so nothing downstream rescales them. The draft sees the policy only
+through detached tensors: with the same rollouts the policy's weights are bit-identical with draft training on and off.
 """
 
 from __future__ import annotations
@@ -24,17 +24,26 @@ from lightning_spec.batch import PackedBatch, StepBatch, pack, pack_documents, w
 from lightning_spec.draft import Draft, DraftInputs
 from lightning_spec.errors import ConfigError
 from lightning_spec.loss import DraftLoss, PolicyLoss, SoftCrossEntropy, linear_logprobs
+from lightning_spec.loss.vocab import VocabShard
 from lightning_spec.metrics import MetricBag
 from lightning_spec.optim import OptimConfig
+from lightning_spec.parallel.assemble import Assembler, drain
 from lightning_spec.policy import (
+    Policy,
     PolicyModel,
+    TapParts,
     TapRecorder,
+    chunks,
     embedding_weight,
-    export_policy,
     has_weights,
     head_weight,
     hf_tensors,
+    initial_weight,
+    local_tensors,
     policy_from_folder,
+    unwrap,
+    vocab_shard,
+    write_policy,
 )
 from lightning_spec.shapes import PolicyShape
 from lightning_spec.share import Share
@@ -62,8 +71,39 @@ class PolicySource:
 
 
 @dataclass(slots=True)
-class MicroOutput:
-    """What one micro-batch gives: a scalar whose sum over the step is the objective, and its metrics."""
+class PolicyStep:
+    """What one chunk of the policy gives for one micro-batch."""
+
+    output: Tensor
+    """On the last virtual stage a scalar whose sum over the step is the policy's objective, else the residual."""
+    metrics: MetricBag
+    taps: TapParts | None
+    """What the draft reads of this chunk; None without a draft."""
+    hidden: Tensor | None
+    """[T, C] final-normed states of this rank's rows, detached; on the last virtual stage alone."""
+
+
+@dataclass(slots=True)
+class DraftFeatures:
+    """What the draft reads of the policy for one micro-batch: this rank's T rows, detached."""
+
+    features: Tensor
+    """[T, n * C], the taps side by side, ascending layer."""
+    embeddings: Tensor
+    """[T, C]."""
+    hidden: Tensor
+    """[T, C]."""
+    head: Tensor
+    """[V, C], or this rank's rows of it."""
+    vocab: VocabShard | None = None
+    """Which rows those are; None: all."""
+    embedding: Tensor | None = None
+    """[V, C], the policy's input embedding, where this rank has it whole."""
+
+
+@dataclass(slots=True)
+class DraftStep:
+    """`loss`: scalar whose sum over the step is the draft's objective."""
 
     loss: Tensor
     metrics: MetricBag
@@ -84,6 +124,9 @@ class SpecGRPO(L.LightningModule):
             this temperature; the command line links it to `rollout.sampling.temperature`.
         logprob_chunk: rows per chunk of the log-prob computation; null picks it from the vocabulary's size.
     """
+
+    build_dtype = torch.float32
+    """Of the models as they are built; the strategy casts them to its precision."""
 
     def __init__(
         self,
@@ -132,7 +175,8 @@ class SpecGRPO(L.LightningModule):
         self.temperature = temperature
         self.logprob_chunk = logprob_chunk
         self.shape = PolicyShape.from_file(policy.path)
-        self.policy: PolicyModel | None = None
+        self.policy: Policy | None = None
+        """This rank's part of the policy."""
         self.draft = draft
         self.context = Context.single()
         """The ranks that share this one's micro-batches (context parallelism); the strategy says."""
@@ -164,13 +208,40 @@ class SpecGRPO(L.LightningModule):
                 needed="a folder with weights",
                 key="model.policy.path",
             )
-        policy = policy_from_folder(self.source.path, seed=self.source.init_seed, **self.source.megatron_options())
-        policy.requires_grad_(self.trains_policy)
-        self.policy = policy
         if self.draft is not None:
-            self.draft.build(self.shape, dtype=torch.float32)
-            self.draft.init_from_policy(head_weight(policy), embedding_weight(policy))
-            self.draft.requires_grad_(self.trains_draft)
+            # First: a pipeline's layout may depend on what the draft costs.
+            self.draft.build(self.shape, dtype=self.build_dtype)
+        self.policy = self._new_policy()
+        self.policy.requires_grad_(self.trains_policy)
+        if self.draft is not None:
+            if self._layout("hosts_draft", True):
+                self.draft.init_from_policy(
+                    self._starting("lm_head.weight"), self._starting("model.embed_tokens.weight")
+                )
+                self.draft.requires_grad_(self.trains_draft)
+            else:
+                self.draft.drop_parameters()
+
+    def _new_policy(self) -> Policy:
+        """This rank's part of the policy, with the weights that the run starts from."""
+        options = {**self._layout("policy_layout", {}), **self.source.megatron_options()}
+        return policy_from_folder(self.source.path, dtype=self.build_dtype, seed=self.source.init_seed, **options)
+
+    def _layout(self, name: str, default: Any) -> Any:
+        """What the strategy says of the layout; the default of one that has no say."""
+        strategy = self.trainer.strategy if self._trainer is not None else None
+        # By the class: an AttributeError inside the property must not be taken for its absence.
+        return getattr(strategy, name) if hasattr(type(strategy), name) else default
+
+    def _starting(self, name: str) -> Tensor:
+        """A whole tensor of the policy that the run starts from, whatever part of it this rank holds."""
+        return initial_weight(self.source.path, self.shape, name, self.source.init_seed, self.build_dtype)
+
+    @property
+    def last_chunk(self) -> PolicyModel:
+        """The last of this rank's chunks of the policy; on the last pipeline stage the one with the head."""
+        assert self.policy is not None
+        return chunks(self.policy)[-1]
 
     def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
         """Never reached: the strategy runs the whole step. Lightning wants the method to exist."""
@@ -208,6 +279,9 @@ class SpecGRPO(L.LightningModule):
                 "head_dim",
             )
         }
+        if self.shape.experts is not None:
+            # Neither shows in the tensors' names and shapes.
+            shape |= {name: getattr(self.shape.experts, name) for name in ("top_k", "norm_topk_prob")}
         draft = self.draft.fingerprint() if self.draft is not None else None
         return {"policy": shape, "draft": draft}
 
@@ -230,57 +304,71 @@ class SpecGRPO(L.LightningModule):
                 totals[name] = totals[name] + value if name in totals else value
         return totals
 
-    def micro_step(
-        self, policy: nn.Module, draft: nn.Module | None, micro: PackedBatch, totals: dict[str, Tensor]
-    ) -> MicroOutput:
-        """Forward of one micro-batch: policy with taps, policy loss, draft passes on detached features, draft loss.
+    def policy_step(self, chunk: nn.Module, micro: PackedBatch, totals: dict[str, Tensor]) -> PolicyStep:
+        """Forward of one chunk of the policy, with taps, and on the last virtual stage the policy's loss.
 
         Under context parallelism `micro` is the whole micro-batch on every rank that shares it, and each rank computes
         its rows: losses and sums of metrics are its shares.
         """
-        assert self.policy is not None
-        metrics = MetricBag()
-        share = Share.of(micro, self.context)
+        policy = unwrap(chunk)
+        share = Share.of(micro, self.context, split=policy.post_process)
         # One recorder a micro-batch: its hooks are gone before anything else runs the policy.
-        recorder = TapRecorder(self.policy, self.draft.aux_layer_ids) if self.draft is not None else None
+        recorder = TapRecorder(policy, self.draft.aux_layer_ids) if self.draft is not None else None
         with recorder or nullcontext(), torch.set_grad_enabled(self.trains_policy and torch.is_grad_enabled()):
-            hidden = self._hidden(policy, share)
-            taps = recorder.take() if recorder is not None else None
+            hidden = self._hidden(chunk, share)
+            taps = recorder.take_parts() if recorder is not None else None
+        if not policy.post_process:
+            return PolicyStep(hidden, MetricBag(), taps, None)
+        metrics = MetricBag()
         loss = hidden.new_zeros((), dtype=torch.float32)
         if self.policy_loss is not None:
-            loss = loss + self._policy_term(hidden, share, totals, metrics)
-        if self.draft is not None and taps is not None:
-            with torch.set_grad_enabled(self.trains_draft and torch.is_grad_enabled()):
-                rows = hidden.shape[0]  # none, where the taps hold one idle row
-                inputs = DraftInputs(
-                    features=taps.features[:rows],
-                    embeddings=taps.embeddings[:rows],
-                    hidden=hidden.detach(),
-                    tokens=micro.tokens,
-                    positions=micro.positions,
-                    lengths=micro.lengths,
-                    sampled=micro.sampled,
-                    stop=micro.stop,
-                    policy_head=head_weight(self.policy).detach(),
-                    policy_embedding=embedding_weight(self.policy).detach(),
-                    shard=share.shard,
-                    seed=micro.seed,
-                )
-                out = (draft if draft is not None else self.draft)(inputs, self.draft_loss, totals)
-            for name, (num, den, reduction) in out.metrics.items():
-                metrics.add(name, num, den, reduction)
-            if self.trains_draft:
-                loss = loss + out.loss.to(loss.dtype)
-        return MicroOutput(loss, metrics)
+            loss = loss + self._policy_term(policy, hidden, share, totals, metrics)
+        return PolicyStep(loss, metrics, taps, hidden.detach())
+
+    def draft_head(self) -> dict[str, Any]:
+        """The policy's live head for `DraftFeatures`, on a rank that has it."""
+        policy = self.last_chunk
+        vocab = vocab_shard(policy)
+        embedding = embedding_weight(policy).detach() if policy.pre_process and vocab is None else None
+        return {"head": head_weight(policy).detach(), "vocab": vocab, "embedding": embedding}
+
+    def draft_step(
+        self, draft: nn.Module, micro: PackedBatch, features: DraftFeatures, totals: dict[str, Tensor], *, train: bool
+    ) -> DraftStep:
+        """The draft's passes and loss on one micro-batch's features, on every rank that shares it."""
+        assert self.draft is not None
+        inputs = DraftInputs(
+            features=features.features,
+            embeddings=features.embeddings,
+            hidden=features.hidden,
+            tokens=micro.tokens,
+            positions=micro.positions,
+            lengths=micro.lengths,
+            sampled=micro.sampled,
+            stop=micro.stop,
+            policy_head=features.head,
+            policy_embedding=features.embedding,
+            vocab=features.vocab,
+            shard=Share.shard_of(micro, self.context),
+            seed=micro.seed,
+        )
+        with torch.set_grad_enabled(self.trains_draft and train):
+            out = draft(inputs, self.draft_loss, totals)
+        metrics = MetricBag()
+        for name, (num, den, reduction) in out.metrics.items():
+            metrics.add(name, num, den, reduction)
+        return DraftStep(out.loss, metrics)
 
     @staticmethod
-    def _hidden(policy: nn.Module, share: Share) -> Tensor:
-        return policy(share.rows.tokens, share.rows.positions, share.rows.lengths, share.shard)
+    def _hidden(chunk: nn.Module, share: Share) -> Tensor:
+        return chunk(share.rows.tokens, share.rows.positions, share.rows.lengths, share.shard)
 
-    def _policy_term(self, hidden: Tensor, share: Share, totals: dict[str, Tensor], metrics: MetricBag) -> Tensor:
+    def _policy_term(
+        self, policy: PolicyModel, hidden: Tensor, share: Share, totals: dict[str, Tensor], metrics: MetricBag
+    ) -> Tensor:
         assert self.policy_loss is not None
         micro = share.rows
-        logprobs, entropy = self._logprobs(hidden, micro, entropy=self.policy_loss.needs_entropy)
+        logprobs, entropy = self._logprobs(policy, hidden, micro, entropy=self.policy_loss.needs_entropy)
         out = self.policy_loss(
             logprobs,
             mask=micro.loss_mask,
@@ -297,26 +385,33 @@ class SpecGRPO(L.LightningModule):
             metrics.add(name, num, den, reduction)
         return out.loss.to(torch.float32)
 
-    def _logprobs(self, hidden: Tensor, micro: PackedBatch, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        assert self.policy is not None
+    def _logprobs(
+        self, policy: PolicyModel, hidden: Tensor, micro: PackedBatch, *, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
         labels = torch.where(micro.loss_mask, micro.labels, torch.full_like(micro.labels, -1))
         return linear_logprobs(
             hidden,
-            head_weight(self.policy),
+            head_weight(policy),
             labels,
             temperature=self.policy_loss.temperature if self.policy_loss is not None else self.temperature,
             chunk=self.logprob_chunk,
             entropy=entropy,
+            vocab=vocab_shard(policy),
         )
 
     @torch.no_grad()
-    def score(self, policy: nn.Module, micro: PackedBatch) -> Tensor:
-        """Row-aligned log-probs of the sampled tokens [T] at the sampling temperature, without a graph.
+    def score(self, chunk: nn.Module, micro: PackedBatch) -> Tensor:
+        """Row-aligned log-probs of the sampled tokens [T] at the sampling temperature, without a graph; on a virtual
+        stage that is not the last, the residual stream.
 
         Ranks that share the micro-batch call it together, and each gets all T rows.
         """
-        share = Share.of(micro, self.context)
-        logprobs, _ = self._logprobs(self._hidden(policy, share), share.rows, entropy=False)
+        policy = unwrap(chunk)
+        share = Share.of(micro, self.context, split=False)
+        hidden = self._hidden(chunk, share)
+        if not policy.post_process:
+            return hidden
+        logprobs, _ = self._logprobs(policy, hidden, share.rows, entropy=False)
         return logprobs if share.shard is None else gather_rows(logprobs, share.shard)
 
     def step_done(self, metrics: MetricBag, batch: StepBatch) -> None:
@@ -366,7 +461,7 @@ class SpecGRPO(L.LightningModule):
         """Inside, the policy holds the weights that the run started from (`model.policy.path`)."""
         assert self.policy is not None
         live = {name: tensor.detach().clone() for name, tensor in self.policy.named_parameters()}
-        reference = policy_from_folder(self.source.path, seed=self.source.init_seed)
+        reference = self._new_policy()
         try:
             with torch.no_grad():
                 for (_, mine), (_, theirs) in zip(
@@ -383,18 +478,46 @@ class SpecGRPO(L.LightningModule):
     # ---- weights out ------------------------------------------------------------------------------------------------
 
     def policy_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy's tensors under Hugging Face names, one at a time."""
+        """The policy's tensors under Hugging Face names, a bucket at a time.
+
+        Every rank that holds a part of them iterates to the end; only those that speak for a replica get anything.
+        """
         assert self.policy is not None
-        return hf_tensors(self.policy)
+        assembler: Assembler | None = self._layout("policy_assembler", None)
+        return hf_tensors(self.policy) if assembler is None else assembler.run(local_tensors(self.policy))
 
     def draft_tensors(self) -> Iterator[tuple[str, Tensor]] | None:
-        """The draft's tensors under the engine's names, or None without a draft."""
-        return self.draft.engine_tensors() if self.draft is not None else None
+        """The draft's tensors under the engine's names, or None without a draft; as `policy_tensors`."""
+        if self.draft is None:
+            return None
+        assembler: Assembler | None = self._layout("draft_assembler", None)
+        return self.draft.engine_tensors() if assembler is None else assembler.run(self.draft.local_tensors())
 
     def export_policy(self, folder: str | Path) -> Path:
+        """Write the policy as a Hugging Face folder. Collective as `policy_tensors` is; the first rank writes."""
         assert self.policy is not None
-        export_policy(self.policy, folder, self.shape, tokenizer_from=self.source.path)
+        tensors = self.policy_tensors()
+        try:
+            if self._writes:
+                dtype = chunks(self.policy)[0].config.params_dtype
+                write_policy(folder, self.shape, dtype, tensors, tokenizer_from=self.source.path)
+        finally:
+            drain(tensors)
         return Path(folder)
 
     def export_draft(self, folder: str | Path) -> Path | None:
-        return self.draft.export(folder) if self.draft is not None else None
+        """Write the draft as a folder that the engine loads; None without a draft. Collective as `export_policy`."""
+        if self.draft is None:
+            return None
+        tensors = self.draft_tensors()
+        try:
+            if self._writes:
+                self.draft.export(folder, tensors)
+        finally:
+            drain(tensors)
+        return Path(folder)
+
+    @property
+    def _writes(self) -> bool:
+        """Whether this rank is the one that writes what all have in common."""
+        return self._trainer is None or self.trainer.is_global_zero

@@ -22,10 +22,19 @@ class Share:
     """What the policy's loss needs of the whole documents; None: `rows` are whole documents."""
 
     @classmethod
-    def of(cls, micro: PackedBatch, context: Context) -> Share:
-        """This rank's share of the whole micro-batch, which every rank of the group has."""
-        if context.group is None:
+    def of(cls, micro: PackedBatch, context: Context, *, split: bool = True) -> Share:
+        """This rank's share of the whole micro-batch, which every rank of the group has.
+
+        Args:
+            split: whether a policy loss follows; only it needs `Share.split`.
+        """
+        shard = cls.shard_of(micro, context)
+        if shard is None or context.group is None:
             return cls(micro)
-        shard = Shard(Zigzag(micro.lengths, context.size), context)
-        split = Split.of(micro.loss_mask, micro.document, context.group, len(micro.lengths))
-        return cls(micro.take(shard.rows), shard, split)
+        needs = Split.of(micro.loss_mask, micro.document, context.group, len(micro.lengths)) if split else None
+        return cls(micro.take(shard.rows), shard, needs)
+
+    @staticmethod
+    def shard_of(micro: PackedBatch, context: Context) -> Shard | None:
+        """Which rows of the micro-batch this rank computes; None: all."""
+        return None if context.group is None else Shard(Zigzag(micro.lengths, context.size), context)

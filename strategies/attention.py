@@ -10,7 +10,7 @@ from lightning_spec.attention.ulysses import check_ulysses
 from lightning_spec.draft.base import AttentionMode
 from lightning_spec.errors import ConfigError
 from lightning_spec.parallel.groups import strategy_key
-from lightning_spec.policy import PolicyModel
+from lightning_spec.policy import PolicyChunks, PolicyModel
 from lightning_spec.policy.core_attention import SplitAttention
 
 
@@ -41,17 +41,20 @@ class AttentionChoice:
         """In bytes."""
         return None if self.memory_limit_gib is None else int(self.memory_limit_gib * 2**30)
 
-    def apply(self, module: Any, context: Context) -> None:
+    def apply(self, module: Any, context: Context, tensor_parallel: int = 1) -> None:
         """Set a module up whose models are built.
+
+        Args:
+            tensor_parallel: ranks that split the policy's heads.
 
         Raises:
             ConfigError: heads that ulysses cannot divide.
         """
         policy, draft = getattr(module, "policy", None), getattr(module, "draft", None)
         module.context = context
-        if isinstance(policy, PolicyModel):
+        if isinstance(policy, PolicyModel | PolicyChunks):
             if self.policy_attention == "ulysses":
-                _check_heads(policy.shape, context.size, "policy_attention")
+                _check_heads(policy.shape, context.size * tensor_parallel, "policy_attention")
             policy.split_attention = self.policy_attention
         if draft is not None and hasattr(draft, "set_attention"):
             if self.draft_attention == "ulysses":

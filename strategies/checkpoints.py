@@ -1,21 +1,28 @@
-"""Checkpoints of the strategy as directories: what goes in, and how Lightning's own dictionary is shared and split."""
+"""Checkpoints of the strategy as directories: what goes in, and how Lightning's own dictionary is shared and split.
+
+A policy's tensors go in under Hugging Face's names and in its shapes, its optimiser state too, so that a checkpoint
+loads at any tensor, pipeline, context, expert and data parallel sizes. A draft goes in whole, from the ranks that host
+it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_spec.parallel.checkpoint import Contents, load_checkpoint, remove_checkpoint, save_checkpoint
 from lightning_spec.parallel.optimizer import JointOptimizer
 from lightning_spec.parallel.random_state import random_states, restore_random_states
-from lightning_spec.parallel.sharded import Piece
+from lightning_spec.parallel.sharded import NamedPieces, Piece
+from lightning_spec.policy import PolicyModel, placements
 from strategies.processes import MegatronProcesses
+from strategies.wrap import parts_of
 
 # Entries of Lightning's checkpoint that are the same on every rank; everything else may differ between data ranks.
 _SHARED_KEYS = ("epoch", "global_step", "pytorch-lightning_version", "lr_schedulers", "optimizer_states")
@@ -60,10 +67,16 @@ class CheckpointedStrategy(MegatronProcesses):
     def lightning_restore_optimizer(self) -> bool:
         return False
 
-    def _pieces(self, *, optimizer: bool) -> dict[str, Piece]:
-        state = self._module.state_dict()
-        pieces = {f"model.{name}": Piece.whole(tensor) for name, tensor in state.items() if isinstance(tensor, Tensor)}
-        return pieces | (self._joint.pieces() if optimizer else {})
+    def _pieces(self, *, optimizer: bool) -> NamedPieces:
+        module = self._module
+        policy, draft = getattr(module, "policy", None), getattr(module, "draft", None)
+        chunks = [part for part in parts_of(policy) if isinstance(part, PolicyModel)]
+        pieces = [piece for chunk in chunks for piece in _policy_pieces(chunk)]
+        done = (*(["policy."] if chunks else []), *([] if parts_of(draft) else ["draft."]))
+        for name, tensor in module.state_dict().items():
+            if isinstance(tensor, Tensor) and not name.startswith(done):
+                pieces.append((f"model.{name}", Piece.whole(tensor)))
+        return [*pieces, *(self._joint.pieces() if optimizer else ())]
 
     def _fingerprint(self) -> dict[str, Any]:
         describe = getattr(self._module, "fingerprint", None)
@@ -133,6 +146,14 @@ class CheckpointedStrategy(MegatronProcesses):
     def remove_checkpoint(self, filepath: str | Path) -> None:
         if self.is_global_zero:
             remove_checkpoint(filepath)
+
+
+def _policy_pieces(chunk: nn.Module) -> Iterator[tuple[str, Piece]]:
+    parameters = dict(chunk.named_parameters())
+    for name, places in placements(chunk).items():
+        for place in places:
+            for piece in place.pieces(parameters[name]):
+                yield f"model.policy.{place.name}", piece
 
 
 def _is_shared(key: str) -> bool:

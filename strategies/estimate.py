@@ -20,6 +20,8 @@ from lightning_spec.draft.base import AttentionMode
 from lightning_spec.draft.eagle3 import Eagle3
 from lightning_spec.draft.mode import draft_work
 from lightning_spec.errors import ConfigError
+from lightning_spec.parallel.groups import ParallelSizes
+from lightning_spec.policy import chunks
 from lightning_spec.shapes import PolicyShape
 
 _GIB = 2**30
@@ -48,12 +50,21 @@ class Rank:
     recompute: bool
     trains_policy: bool
     draft: DraftWork | None
-    """Of the largest micro-batch; None where no draft is trained."""
+    """Of the largest micro-batch; None where no draft is trained, or not on this rank."""
     asked: AttentionMode
+    layers: int
+    """Of the policy, on this rank."""
+    held: float = 1.0
+    """Micro-batches whose activations it keeps at a time: those that its stage is ahead of its backward."""
+    tensor: int = 1
+    """Ranks that split each layer."""
 
     def activations(self, tokens: int, context: int, b: int) -> int:
         """The policy's."""
-        return policy_activations(self.shape, tokens, context, b, self.recompute) if self.trains_policy else 0
+        if not self.trains_policy:
+            return 0
+        kept = policy_activations(self.shape, tokens, context, b, self.recompute, self.layers)
+        return int(kept * self.held / self.tensor)
 
     def mode(self, work: DraftWork, left: int) -> Mode:
         return prefer(work, left) if self.asked == "auto" else self.asked
@@ -96,8 +107,8 @@ class Rank:
 
 
 def report(strategy: Any, module: Any, trainer: Any) -> None:
-    """Print the estimate on the first rank, and tell the draft how much memory is left to it. All ranks call it, with
-    models built. Nothing is said of modules and drafts that the model does not know.
+    """Print the estimate of the rank that needs most, and tell the draft how much memory is left to it. All ranks call
+    it, with models built. Nothing is said of modules and drafts that the model does not know.
 
     Raises:
         ConfigError: the step cannot fit; it names what would.
@@ -108,7 +119,8 @@ def report(strategy: Any, module: Any, trainer: Any) -> None:
     tokens, size = longest_micro_batch(strategy.token_budget, trainer), strategy.sizes.context_parallel
     limit, b = memory_limit(strategy, trainer), 2 if strategy.precision == "bf16" else 4
     trusted = int(limit.size * (1.0 if limit.given else _TRUST))
-    known = draft if isinstance(draft, Eagle3) and module.trains_draft else None
+    known = draft if isinstance(draft, Eagle3) and module.trains_draft and draft.resident else None
+    layers = sum(len(chunk.decoder.layers) for chunk in chunks(module.policy))
     rank = Rank(
         states=sum(_states(module, name, strategy) for name in ("policy", "draft")),
         shape=shape,
@@ -116,6 +128,9 @@ def report(strategy: Any, module: Any, trainer: Any) -> None:
         trains_policy=module.trains_policy,
         draft=None if known is None else draft_work(known, tokens, tokens, size, b),
         asked="auto" if known is None else known.attention,
+        layers=layers,
+        held=held_micro_batches(strategy.sizes, strategy.pipeline.rank),
+        tensor=strategy.sizes.tensor_parallel,
     )
     activations = rank.activations(tokens, size, b)
     lines = [
@@ -128,16 +143,30 @@ def report(strategy: Any, module: Any, trainer: Any) -> None:
         known.set_attention(known.attention, left)
         lines += _modes(rank.draft, rank.mode(rank.draft, left))
     lines.append(_line(limit.where, limit.size))
+    need, number, lines = max(
+        strategy.replica.gather((rank.total(tokens, size, b, trusted), strategy.global_rank, lines)),
+        key=lambda one: (one[0], -one[1]),
+    )
     if trainer.is_global_zero:
+        if strategy.replica.size > 1:
+            lines[0] = lines[0].replace("one rank", f"rank {number}, which needs most")
         print("\n".join(lines), flush=True)
-    need = rank.total(tokens, size, b, trusted)
     if need > trusted:
         raise ConfigError(
             "a training step does not fit into memory",
-            found=f"about {need / _GIB:.2f} GiB a rank for micro-batches of {tokens} tokens",
+            found=f"about {need / _GIB:.2f} GiB on rank {number} for micro-batches of {tokens} tokens",
             needed=f"at most {limit.size / _GIB:.2f} GiB ({limit.where}): {rank.what_fits(tokens, size, b, trusted)}",
             key=f"{KEY}.memory_limit_gib" if limit.given else f"{KEY}.token_budget",
         )
+
+
+def held_micro_batches(sizes: ParallelSizes, rank: int) -> float:
+    """Micro-batches' worth of a rank's layers that it holds before their backward, in Megatron's schedules."""
+    ahead = sizes.pipeline_parallel - rank
+    if sizes.virtual_pipeline == 1:
+        return float(ahead)
+    passes = 2 * (ahead - 1) + (sizes.virtual_pipeline - 1) * sizes.pipeline_parallel + 1
+    return passes / sizes.virtual_pipeline
 
 
 def _modes(work: DraftWork, used: Mode) -> list[str]:
@@ -176,27 +205,36 @@ def memory_limit(strategy: Any, trainer: Any) -> Limit:
         free = psutil.virtual_memory().available
         size = (free if allowed is None else min(free, allowed)) // ranks
         where = "free memory of the host" + (f", for each of {ranks} ranks" if ranks > 1 else "")
-    return Limit(min(strategy.tokens.gather(size)), where, False)
+    everywhere = (min(part) for part in strategy.replica.gather(strategy.tokens.gather(size)))
+    return Limit(min(everywhere), where, False)
 
 
-def policy_activations(shape: PolicyShape, tokens: int, context: int, b: int, recompute: bool) -> int:
-    """Bytes that a dense decoder's layers keep of a rank's rows: norms, q, K/V, output, residuals, gated MLP."""
+def policy_activations(
+    shape: PolicyShape, tokens: int, context: int, b: int, recompute: bool, layers: int | None = None
+) -> int:
+    """Bytes that a decoder's layers keep of a rank's rows: norms, q, K/V, output, residuals, gated MLP.
+
+    Args:
+        layers: how many of them; None: all of the policy's.
+    """
     rows = -(-tokens // context)
     q, kv = shape.num_heads * shape.head_dim, 2 * shape.num_kv_heads * shape.head_dim
-    layer = b * (4 * shape.hidden_size + 2 * q + kv + 4 * shape.intermediate_size) + 8 * shape.hidden_size
+    count = shape.num_layers if layers is None else layers
+    inner = max(shape.mlp_width(number) for number in range(shape.num_layers))
+    layer = b * (4 * shape.hidden_size + 2 * q + kv + 4 * inner) + 8 * shape.hidden_size
     if recompute:
-        return rows * (shape.num_layers * shape.hidden_size * b + layer)
-    return rows * shape.num_layers * layer
+        return rows * (count * shape.hidden_size * b + layer)
+    return rows * count * layer
 
 
 def _states(module: Any, name: str, strategy: Any) -> int:
     """Bytes of a model's weights, gradients and Adam's states on one rank."""
     model = getattr(module, name, None)
-    if model is None:
+    if model is None or not getattr(model, "resident", True):
         return 0
     half, ranks = strategy.precision == "bf16", 1
     if strategy.distributed_optimizer:
-        ranks = strategy.data.size * strategy.sizes.context_parallel
+        ranks = strategy.tokens.size if name == "policy" else strategy.stages.draft_ranks.size
     total = 0
     for parameter in model.parameters():
         total += parameter.numel() * (2 if half else 4)

@@ -10,6 +10,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities import rank_zero as fabric_rank_zero
 from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_ddp_if_available
 from lightning.fabric.utilities.seed import reset_seed
@@ -21,14 +22,21 @@ from typing_extensions import override
 
 from lightning_spec.parallel.cpu_stand_in import cpu_stand_in
 from lightning_spec.parallel.groups import (
+    Assembly,
     ContextParallel,
     DataParallel,
+    LayerRanks,
     ParallelSizes,
+    PipelineParallel,
     Ranks,
+    Replica,
+    TensorParallel,
     TokenParallel,
     initialise_groups,
     start_single_process_world,
 )
+from strategies import slurm
+from strategies.rendezvous import meet
 
 R = TypeVar("R", bound=Ranks)
 
@@ -57,9 +65,7 @@ class MegatronProcesses(ParallelStrategy):
         self.sizes = sizes
         self.timeout_s = timeout_s
         self.num_nodes = 1  # Lightning fills it in
-        self._data: DataParallel | None = None
-        self._context: ContextParallel | None = None
-        self._tokens: TokenParallel | None = None
+        self._ranks: dict[type[Ranks], Ranks] = {}
         self._stand_in = ExitStack()
 
     @property
@@ -75,8 +81,12 @@ class MegatronProcesses(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        # Always: under Slurm and torchrun it starts nothing, but it is what checks the cluster's sizes.
+        # Called in the Trainer's constructor, once it has told the number of nodes: the first moment for these checks.
         assert self.cluster_environment is not None
+        slurm.check_layout(self.cluster_environment, self.num_processes, self.num_nodes)
+        slurm.take_over_requeue(self.cluster_environment)
+        slurm.warn_of_split_tensor_groups(self.sizes, self.num_processes, self.num_nodes)
+        # Always: under Slurm and torchrun it starts nothing, but Lightning relies on it.
         self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @override
@@ -92,10 +102,22 @@ class MegatronProcesses(ParallelStrategy):
         else:
             options: dict[str, Any] = {"device_id": self.root_device} if backend == "nccl" else {}
             timeout = timedelta(seconds=self.timeout_s)
+            if isinstance(self.cluster_environment, SLURMEnvironment) and not dist.is_initialized():
+                options["store"] = meet(self.cluster_environment, self.timeout_s)
             _init_dist_connection(self.cluster_environment, backend, timeout=timeout, **options)
         self._enter_stand_in()
         initialise_groups(self.sizes, timeout_s=self.timeout_s)
-        self._data, self._context, self._tokens = DataParallel(), ContextParallel(), TokenParallel()
+        kinds: tuple[Any, ...] = (
+            DataParallel,
+            ContextParallel,
+            TokenParallel,
+            TensorParallel,
+            PipelineParallel,
+            Replica,
+            Assembly,
+            LayerRanks,
+        )
+        self._ranks = {kind: kind() for kind in kinds}
 
     def _set_world_ranks(self) -> None:
         assert self.cluster_environment is not None
@@ -114,17 +136,49 @@ class MegatronProcesses(ParallelStrategy):
     @property
     def data(self) -> DataParallel:
         """The ranks that hold different rollouts."""
-        return _existing(self._data)
+        return self._of(DataParallel)
 
     @property
     def context(self) -> ContextParallel:
         """The ranks that split this rank's rollouts' tokens."""
-        return _existing(self._context)
+        return self._of(ContextParallel)
 
     @property
     def tokens(self) -> TokenParallel:
         """Data x context parallel ranks."""
-        return _existing(self._tokens)
+        return self._of(TokenParallel)
+
+    @property
+    def tensor(self) -> TensorParallel:
+        """The ranks that split this stage's layers."""
+        return self._of(TensorParallel)
+
+    @property
+    def pipeline(self) -> PipelineParallel:
+        """The stages of this rank's pipeline."""
+        return self._of(PipelineParallel)
+
+    @property
+    def replica(self) -> Replica:
+        """All ranks of this model replica; they hold the same rollouts."""
+        return self._of(Replica)
+
+    @property
+    def assembly(self) -> Assembly:
+        """The ranks that together hold every tensor of the model."""
+        return self._of(Assembly)
+
+    @property
+    def layer_ranks(self) -> LayerRanks:
+        """All ranks of this pipeline stage."""
+        return self._of(LayerRanks)
+
+    def _of(self, kind: type[R]) -> R:
+        found = self._ranks.get(kind)
+        if found is None:
+            raise RuntimeError("the process groups exist only after the strategy's setup_environment")
+        assert isinstance(found, kind)
+        return found
 
     @property
     def data_parallel_rank(self) -> int:
@@ -175,9 +229,3 @@ class MegatronProcesses(ParallelStrategy):
         # Other ranks may wait in a collective that this one will never join; NCCL can be told, gloo notices itself.
         if dist.is_initialized() and dist.get_backend() == "nccl" and dist.get_world_size() > 1:
             dist.distributed_c10d._abort_process_group()
-
-
-def _existing(ranks: R | None) -> R:
-    if ranks is None:
-        raise RuntimeError("the process groups exist only after the strategy's setup_environment")
-    return ranks

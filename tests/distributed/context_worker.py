@@ -30,7 +30,6 @@ from lightning_spec.errors import ConfigError
 from lightning_spec.loss import GRPO, PolicyLoss, SupervisedLoss
 from lightning_spec.module import PolicySource, SpecGRPO
 from lightning_spec.optim import OptimConfig
-from lightning_spec.policy import policy_from_folder
 from strategies import MegatronStrategy
 from tests.module.conftest import Collect, make_rollouts
 from tests.module.conftest import Recorded as FromMemory
@@ -116,15 +115,7 @@ class Recorded(L.LightningDataModule):
 class Typed(SpecGRPO):
     """In a dtype of choice: in float64 only a wrong formula, and no rounding, shows."""
 
-    dtype_of_weights = torch.float64
-
-    def configure_model(self) -> None:
-        if self.policy is None:
-            self.policy = policy_from_folder(
-                self.source.path, dtype=self.dtype_of_weights, seed=3, **self.source.megatron_options()
-            )
-            if self.draft is not None:
-                self.draft.build(self.shape, dtype=self.dtype_of_weights)
+    build_dtype = torch.float64
 
 
 class Look(L.Callback):
@@ -211,7 +202,7 @@ def run(
     source = PolicySource(str(policy), init_seed=3, recompute=case.recompute)
     loss = case.loss()
     module = Typed(source, loss, optim if loss is not None else None, Eagle3(num_passes=3), None, optim)
-    module.dtype_of_weights = case.dtype
+    module.build_dtype = case.dtype
     collect, look = Collect(), Look(scored)
     strategy = MegatronStrategy(token_budget=BUDGET, context_parallel=context_parallel, timeout_s=60, **options)
     trainer = quiet(strategy, devices, [look, collect, SpecCheckpoint(str(folder), every_n_steps=1, keep=0)])

@@ -11,27 +11,34 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 
-def start(folder: Path, world: int, script: str, *arguments: str, timeout_s: float = 400) -> None:
-    """Run `script FOLDER ARGUMENTS...` on `world` processes; every process is gone when this returns."""
+def spawn(folder: Path, world: int, script: str, *arguments: str) -> list[subprocess.Popen[bytes]]:
+    """Processes that run `script FOLDER ARGUMENTS...`, one a rank, each with a log in the folder. The caller ends
+    them."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     processes = []
+    for rank in range(world):
+        environment = {
+            **os.environ,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(world),
+            "LOCAL_RANK": str(rank),
+            "NODE_RANK": "0",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(HERE.parents[1]),
+        }
+        log = open(folder / f"log-{rank}.txt", "w")  # noqa: SIM115
+        command = [sys.executable, "-W", "ignore", str(HERE / script), str(folder), *arguments]
+        processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+    return processes
+
+
+def start(folder: Path, world: int, script: str, *arguments: str, timeout_s: float = 400) -> None:
+    """Run `script FOLDER ARGUMENTS...` on `world` processes; every process is gone when this returns."""
+    processes = spawn(folder, world, script, *arguments)
     try:
-        for rank in range(world):
-            environment = {
-                **os.environ,
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "WORLD_SIZE": str(world),
-                "LOCAL_RANK": str(rank),
-                "NODE_RANK": "0",
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": str(HERE.parents[1]),
-            }
-            log = open(folder / f"log-{rank}.txt", "w")  # noqa: SIM115
-            command = [sys.executable, "-W", "ignore", str(HERE / script), str(folder), *arguments]
-            processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
         for process in processes:
             # The rank that ends first is often not the one with the cause, but one that lost its connection to it.
             assert process.wait(timeout_s) == 0, "\n".join(

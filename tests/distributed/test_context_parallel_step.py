@@ -23,7 +23,7 @@ import context_rollouts  # noqa: E402
 import context_worker  # noqa: E402
 from launch import start  # noqa: E402
 
-from tests.module.conftest import CONFIG  # noqa: E402
+from tests.module.conftest import CONFIG, write_weights  # noqa: E402
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
@@ -53,6 +53,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
     policy = folder / "policy"
     policy.mkdir()
     (policy / "config.json").write_text(json.dumps(CONFIG))
+    write_weights(policy)
     talking = context_rollouts.policy_folder(folder / "talking")
     for world, names in LAUNCHES.items():
         (folder / str(world)).mkdir()

@@ -94,8 +94,8 @@ def test_agreement_in_training_predicts_acceptance_in_vllm(rollouts: tuple[SpecG
     spy.agree.clear()
     assert module.draft is not None
     module.draft.set_attention("ring")  # scores all rows of all passes in one call; the streamed engine in chunks
-    with cpu_stand_in(), torch.no_grad():
-        module.micro_step(module.policy, module.draft, batch, {**module.counts([batch])})  # type: ignore[arg-type]
+    with cpu_stand_in():
+        module.trainer.strategy._steps.run([batch], module.counts([batch]), step=0, train=False)  # type: ignore[attr-defined]
     depth = pass_depth(batch.positions, batch.sampled, batch.stop, K, 256)
     agree = torch.zeros(len(batch.tokens), K, dtype=torch.bool)
     counts = [int((depth > i).sum()) for i in range(K)]

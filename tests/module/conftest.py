@@ -18,6 +18,10 @@ from lightning_spec.draft import Eagle3
 from lightning_spec.loss import GRPO
 from lightning_spec.module import PolicySource, SpecGRPO
 from lightning_spec.optim import OptimConfig
+from lightning_spec.policy import write_policy
+from lightning_spec.policy.initial import drawn_weight
+from lightning_spec.policy.weights import tensor_shapes
+from lightning_spec.shapes import PolicyShape
 from strategies import MegatronStrategy
 
 VOCAB = 48
@@ -52,6 +56,13 @@ def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("policy")
     (folder / "config.json").write_text(json.dumps(CONFIG))
     return folder
+
+
+def write_weights(folder: Path, seed: int = 3) -> None:
+    """Write down the weights that a policy of this folder starts with when it is built with `seed`."""
+    shape = PolicyShape.from_file(folder)
+    drawn = ((name, drawn_weight(shape, name, size, seed)) for name, size in tensor_shapes(shape).items())
+    write_policy(folder, shape, torch.float32, drawn)
 
 
 def make_rollouts(seed: int, count: int = 6, group: int = 3) -> list[Rollout]:

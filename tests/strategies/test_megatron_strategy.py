@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -63,8 +64,10 @@ def test_steps_equal_plain_torch_adamw_with_clipping() -> None:
     for step in range(4):
         micro = pack(rollouts(6, step + 1), 10_000)
         totals = mine.counts(micro)
-        loss = mine.micro_step(mine.policy, mine.draft, micro[0], totals).loss
-        loss.backward()
+        one = mine.policy_step(mine.policy, micro[0], totals)
+        features = SimpleNamespace(hidden=one.hidden, embeddings=one.taps.embeddings)
+        term = mine.draft_step(mine.draft, micro[0], features, totals, train=True)
+        (one.output + term.loss).backward()
         for params, config, adam in groups:
             torch.nn.utils.clip_grad_norm_(params, config.clip_norm)
             for group in adam.param_groups:
@@ -191,7 +194,7 @@ def test_the_stand_in_ends_with_the_fit_and_with_an_exception() -> None:
     fit(fresh(optim()), 1)
     assert not in_stand_in()
     module = fresh(optim())
-    module.micro_step = None  # type: ignore[assignment]
+    module.policy_step = None  # type: ignore[assignment]
     with pytest.raises(TypeError):
         fit(module, 1)
     assert not in_stand_in()
@@ -200,10 +203,10 @@ def test_the_stand_in_ends_with_the_fit_and_with_an_exception() -> None:
 def test_bf16_keeps_float32_main_weights_and_learns() -> None:
     module = fresh(optim(lr=1e-4), optim(lr=1e-4))
     reference = fresh(optim(lr=1e-4), optim(lr=1e-4))
-    one = fit(module, 10, strategy={"precision": "bf16"})
+    fit(module, 10, strategy={"precision": "bf16"})
     fit(reference, 10)
     assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
-    masters = one.optimizers[0]._models["policy"].named["mix.weight"].main_param
+    masters = module.policy.mix.weight.main_param
     assert masters.dtype == torch.float32
     # Ten steps of 1e-4 are below bf16's resolution of most weights; the main weights have taken them all.
     torch.testing.assert_close(masters, reference.policy.mix.weight.detach(), atol=2e-3, rtol=1e-2)
@@ -228,14 +231,17 @@ def test_the_distributed_optimizer_takes_the_same_steps(precision: str) -> None:
 @pytest.mark.parametrize(
     ("options", "key"),
     [
-        ({"tensor_parallel": 2}, "tensor_parallel"),
-        ({"pipeline_parallel": 2}, "pipeline_parallel"),
+        ({"pipeline_parallel": 0}, "pipeline_parallel"),
         ({"virtual_pipeline": 2}, "virtual_pipeline"),
+        ({"pipeline_parallel": 2, "draft_stage": 2}, "draft_stage"),
+        ({"pipeline_parallel": 2, "draft_stage": "first"}, "draft_stage"),
+        ({"pipeline_parallel": 2, "tap_transport": "pigeon"}, "tap_transport"),
+        ({"pipeline_parallel": 2, "tap_rows": 0}, "tap_rows"),
         ({"context_parallel": 0}, "context_parallel"),
         ({"policy_attention": "stream"}, "policy_attention"),
         ({"draft_attention": "gather"}, "draft_attention"),
         ({"memory_limit_gib": 0}, "memory_limit_gib"),
-        ({"expert_parallel": 2}, "expert_parallel"),
+        ({"expert_parallel": 0}, "expert_parallel"),
         ({"tensor_parallel": 0}, "tensor_parallel"),
         ({"tensor_parallel": 1.5}, "tensor_parallel"),
         ({"sequence_parallel": True}, "sequence_parallel"),

@@ -104,3 +104,33 @@ def test_default_precision_plugin_is_the_plain_class() -> None:
 
     plugin: Any = L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False).precision_plugin
     assert type(plugin) is Precision
+
+
+def test_the_logger_connector_writes_a_steps_metrics() -> None:
+    """Called by callbacks/preemption.py in Lightning's place, with the very call that Lightning makes."""
+    from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+
+    source = inspect.getsource(_TrainingEpochLoop.advance)
+    hook, logged = (
+        source.index('"on_train_batch_end"'),
+        source.index("trainer._logger_connector.update_train_step_metrics()"),
+    )
+    assert hook < logged
+
+
+def test_the_signal_connector_registers_its_handlers_ahead_of_training_and_puts_the_old_ones_back() -> None:
+    from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose, _SignalConnector
+    from lightning.pytorch.trainer.trainer import Trainer
+
+    assert _HandlersCompose([1, 2]).signal_handlers == [1, 2]
+    source = inspect.getsource(Trainer._run)
+    assert source.index('"on_fit_start"') < source.index("register_signal_handlers()") < source.index("_run_stage()")
+    assert "self._signal_connector.teardown()" in inspect.getsource(Trainer._teardown)
+    assert "_original_handlers" in inspect.getsource(_SignalConnector.teardown)
+
+
+def test_init_process_group_takes_a_store_through_lightning() -> None:
+    """strategies/rendezvous.py hands its store over as a keyword."""
+    from lightning.fabric.utilities.distributed import _init_dist_connection
+
+    assert "rank=global_rank, world_size=world_size, **kwargs" in inspect.getsource(_init_dist_connection)

@@ -149,6 +149,22 @@ def test_a_torn_checkpoint_is_skipped_and_refused(damage: str, full: tuple[Path,
         run(tmp_path / "x", 12, resume=torn)
 
 
+def test_a_checkpoint_of_another_format_says_so(full: tuple[Path, ToyModule], tmp_path: Path) -> None:
+    old = tmp_path / "step-00000004"
+    shutil.copytree(full[0] / "step-00000004", old)
+    marker = json.loads((old / MARKER).read_text())
+    (old / MARKER).write_text(json.dumps({**marker, "format": 1}))
+    said = rf"{old} is of format 1, this version reads format 2"
+    with pytest.raises(CheckpointError, match=said):
+        run(tmp_path / "x", 12, resume=old)
+    # Alone, it must not look like an empty folder, from which a run would start anew.
+    for folder in (tmp_path, old):
+        with pytest.raises(CheckpointError, match=said):
+            latest_complete(folder)
+    shutil.copytree(full[0] / "step-00000003", tmp_path / "step-00000003")
+    assert latest_complete(tmp_path) == tmp_path / "step-00000003"
+
+
 def test_the_newest_step_counts_not_the_newest_time(full: tuple[Path, ToyModule], tmp_path: Path) -> None:
     for step in (9, 10, 3):
         shutil.copytree(full[0] / f"step-{step:08d}", tmp_path / f"step-{step:08d}")

@@ -112,9 +112,7 @@ class ToyModule(L.LightningModule):
             ),
         }
 
-    def micro_step(
-        self, policy: nn.Module, draft: nn.Module | None, micro: PackedBatch, totals: dict[str, Tensor]
-    ) -> Any:
+    def policy_step(self, policy: nn.Module, micro: PackedBatch, totals: dict[str, Tensor]) -> Any:
         metrics = MetricBag()
         hidden = policy(micro.tokens)
         logits = hidden @ self.policy.head.weight.T
@@ -124,12 +122,21 @@ class ToyModule(L.LightningModule):
             loss = loss * (1.0 + self.setting.noise * torch.rand(()))
         metrics.add("nll", nll.detach()[micro.loss_mask].sum(), micro.loss_mask.sum())
         metrics.add("documents", len(micro.lengths), reduction="sum")
-        if draft is not None:
-            embedded = self.policy.embed(micro.tokens).detach()
-            term = self.setting.draft_scale * draft(hidden.detach(), embedded) / totals["rows"]
-            loss = loss + term
-            metrics.add("draft_loss", term.detach(), reduction="sum")
-        return SimpleNamespace(loss=loss, metrics=metrics)
+        embedded = self.policy.embed(micro.tokens).detach()
+        taps = SimpleNamespace(features={0: embedded}, embeddings=embedded)
+        return SimpleNamespace(output=loss, metrics=metrics, taps=taps, hidden=hidden.detach())
+
+    def draft_head(self) -> dict[str, Any]:
+        return {"head": self.policy.head.weight.detach()}
+
+    def draft_step(
+        self, draft: nn.Module, micro: PackedBatch, features: Any, totals: dict[str, Tensor], *, train: bool
+    ) -> Any:
+        with torch.set_grad_enabled(train):
+            term = self.setting.draft_scale * draft(features.hidden, features.embeddings) / totals["rows"]
+        metrics = MetricBag()
+        metrics.add("draft_loss", term.detach(), reduction="sum")
+        return SimpleNamespace(loss=term, metrics=metrics)
 
     def score(self, policy: nn.Module, micro: PackedBatch) -> Tensor:
         logits = policy(micro.tokens) @ self.policy.head.weight.T
