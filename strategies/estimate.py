@@ -21,7 +21,6 @@ from lightning_spec.draft.eagle3 import Eagle3
 from lightning_spec.draft.mode import draft_work
 from lightning_spec.errors import ConfigError
 from lightning_spec.parallel.groups import ParallelSizes
-from lightning_spec.policy import chunks
 from lightning_spec.shapes import PolicyShape
 
 _GIB = 2**30
@@ -120,7 +119,8 @@ def report(strategy: Any, module: Any, trainer: Any) -> None:
     limit, b = memory_limit(strategy, trainer), 2 if strategy.precision == "bf16" else 4
     trusted = int(limit.size * (1.0 if limit.given else _TRUST))
     known = draft if isinstance(draft, Eagle3) and module.trains_draft and draft.resident else None
-    layers = sum(len(chunk.decoder.layers) for chunk in chunks(module.policy))
+    stages, place = strategy.stages.layers(module), strategy.pipeline
+    layers = sum(stages[place.rank :: place.size])
     rank = Rank(
         states=sum(_states(module, name, strategy) for name in ("policy", "draft")),
         shape=shape,

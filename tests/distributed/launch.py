@@ -11,12 +11,17 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def spawn(folder: Path, world: int, script: str, *arguments: str) -> list[subprocess.Popen[bytes]]:
     """Processes that run `script FOLDER ARGUMENTS...`, one a rank, each with a log in the folder. The caller ends
     them."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     processes = []
     for rank in range(world):
         environment = {

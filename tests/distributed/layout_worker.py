@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import lightning as L
 import torch
 from context_worker import BUDGET, Recorded, Typed, disturbed, grpo, quiet
+from launch import free_port
 from torch import Tensor
 
 from callbacks.checkpoint import SpecCheckpoint
@@ -62,18 +63,17 @@ LAYOUTS = {
     "pp2_vp2_silent": Layout(2, pp(2, 2), draft=None),
     "pp2_first": Layout(2, pp(2, draft_stage=0)),
     "pp2_spread": Layout(2, pp(2, draft_stage="spread")),
-    "pp2_vp2_spread": Layout(2, pp(2, 2, draft_stage="spread"), policy="tied"),
     "pp2_frozen": Layout(2, pp(2), frozen=True),
     "pp2_sharded": Layout(2, pp(2, distributed_optimizer=True), dtype=torch.float32),
     "tp2_resumed": Layout(2, SP2, draft=OWN, resumes=True),
+    "tp2_experts": Layout(2, SP2, policy="experts"),
     "ep2": Layout(2, {"expert_parallel": 2}, policy="experts"),
     "pp4": Layout(4, pp(4, pipeline_layout=[3, 2, 2, 1])),
     "tp2_pp2": Layout(4, {**SP2, **pp(2)}, policy="tied"),
-    "tp2_pp2_vp2_spread": Layout(4, {**SP2, **pp(2, 2, draft_stage="spread")}),
+    "tp2_pp2_vp2_spread": Layout(4, {**SP2, **pp(2, 2, draft_stage="spread")}, policy="tied"),
     "pp2_cp2": Layout(4, {"context_parallel": 2, **pp(2)}),
     "pp2_dp2": Layout(4, pp(2, distributed_optimizer=True), dtype=torch.float32),
     "tp2_ep2": Layout(4, {**SP2, "expert_parallel": 2}, policy="experts"),
-    "pp2_ep2": Layout(4, {**pp(2), "expert_parallel": 2}, policy="experts"),
     "tp2_pp2_cp2": Layout(8, {**SP2, **pp(2), "context_parallel": 2}),
 }
 
@@ -243,10 +243,12 @@ def main() -> None:
         print(name, flush=True)
         options = earlier(folders, name) if LAYOUTS[name].resumes else {}
         torch.save(run(name, folders, out, devices=world, **options), out / f"{name}-{rank}.pt")
-        # The next layout has other groups, on a world that is made anew.
+        # The next layout has other groups, on a world that is made anew, at another port: the old one may linger.
+        port = [free_port()]
+        torch.distributed.broadcast_object_list(port)
         torch.distributed.barrier()
         destroy_groups()
-        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+        os.environ["MASTER_PORT"] = str(port[0])
 
 
 if __name__ == "__main__":

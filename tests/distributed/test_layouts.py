@@ -179,7 +179,7 @@ def test_a_run_in_one_process_goes_on_over_two_tensor_parallel_ranks(results: Re
         assert got == pytest.approx(expected, rel=1e-8, abs=1e-8)
 
 
-@pytest.mark.parametrize("layout", ["pp2", "tp2", "pp2_vp2_spread", "pp2_sharded", "ep2"])
+@pytest.mark.parametrize("layout", ["pp2", "tp2", "pp2_spread", "pp2_sharded", "ep2"])
 def test_a_run_over_ranks_goes_on_in_one_process(results: Results, layout: str, tmp_path: Path) -> None:
     """CASES G4: weights, optimiser states and steps of policy and draft."""
     uninterrupted = results.one(layout)

@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_spec.draft import Eagle3
 from lightning_spec.errors import ConfigError
+from lightning_spec.parallel.groups import ParallelSizes
 from lightning_spec.shapes import PolicyShape
 from strategies import estimate
 from strategies.estimate import longest_micro_batch, policy_activations, report
@@ -52,7 +53,11 @@ def strategy(limit: int | None = None, budget: int = 4096, context: int = 1, fre
         precision="fp32",
         distributed_optimizer=False,
         root_device=torch.device("cpu"),
-        sizes=SimpleNamespace(context_parallel=context),
+        sizes=ParallelSizes(context_parallel=context),
+        pipeline=SimpleNamespace(rank=0, size=1),
+        replica=SimpleNamespace(size=context, gather=lambda mine: [mine]),
+        global_rank=0,
+        stages=SimpleNamespace(layers=lambda module: (module.shape.num_layers,)),
         attention=SimpleNamespace(memory_limit=limit),
         data=SimpleNamespace(size=1),
         tokens=SimpleNamespace(gather=lambda mine: [mine, *free]),

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,14 @@ def run(
     one = trainer(MegatronStrategy(token_budget=20, **strategy), steps, callbacks=[saver], enable_checkpointing=True)
     one.fit(module, ToyData(), ckpt_path=str(resume) if resume else None)
     return module, one
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_seed_left() -> Iterator[None]:
+    """What `seed_everything` leaves in the environment of a process seeds every later run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PL_GLOBAL_SEED", raising=False)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,8 @@ GOOD = {
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = dict(os.environ)
-    for name in [n for n in os.environ if n.startswith(("SLURM_", "MASTER_", "TORCHELASTIC_"))]:
+    # Ranks, too: Lightning leaves them behind in a process that has trained.
+    for name in [n for n in os.environ if n.startswith(("SLURM_", "MASTER_", "TORCHELASTIC_")) or n.endswith("_RANK")]:
         monkeypatch.delenv(name)
     yield
     # Lightning sets MASTER_ADDR and MASTER_PORT when they are read.
