@@ -195,6 +195,7 @@ def child(name: Callable[[TapChannel, int], None], transport: Any, rank: int, po
         sources, 2, ranks, rows=8, dtype=torch.float32, depth={0: 3, 1: 2}, bound_s=BOUND_S, transport=kind
     )
     step_of(made, rank, 0, lambda rank, micro: None)
+    file.with_suffix(".open").touch()
     start, text = time.monotonic(), "no error"
     try:
         name(made, rank)
@@ -227,6 +228,15 @@ def all_faults(folder: Path) -> None:
 
 
 def one_fault(name: Callable[[TapChannel, int], None], transport: str, folder: Path) -> dict[str, Any]:
+    seen = try_fault(name, transport, folder)
+    if seen["hung"] and not seen["opened"]:
+        # Once on a loaded machine all three children stood still before they had a channel: this process has threads
+        # (torch's, the stores'), and a fork may catch one of them with a lock. What is tested comes after that.
+        seen = try_fault(name, transport, folder)
+    return seen
+
+
+def try_fault(name: Callable[[TapChannel, int], None], transport: str, folder: Path) -> dict[str, Any]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     files = [folder / f"{name.__name__}-{transport}-{rank}.json" for rank in range(3)]
     children = []
@@ -249,7 +259,8 @@ def one_fault(name: Callable[[TapChannel, int], None], transport: str, folder: P
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     return {str(rank): json.loads(file.read_text()) if file.exists() else None for rank, file in enumerate(files)} | {
-        "hung": 3 - len(codes)
+        "hung": 3 - len(codes),
+        "opened": sum(file.with_suffix(".open").exists() for file in files),
     }
 
 
