@@ -20,7 +20,7 @@ from lightning_spec.parallel.checkpoint import Contents, load_checkpoint, remove
 from lightning_spec.parallel.optimizer import JointOptimizer
 from lightning_spec.parallel.random_state import random_states, restore_random_states
 from lightning_spec.parallel.sharded import NamedPieces, Piece
-from lightning_spec.policy import PolicyModel, placements
+from lightning_spec.policy import PolicyModel, local_tensors
 from strategies.processes import MegatronProcesses
 from strategies.wrap import parts_of
 
@@ -149,11 +149,9 @@ class CheckpointedStrategy(MegatronProcesses):
 
 
 def _policy_pieces(chunk: nn.Module) -> Iterator[tuple[str, Piece]]:
-    parameters = dict(chunk.named_parameters())
-    for name, places in placements(chunk).items():
-        for place in places:
-            for piece in place.pieces(parameters[name]):
-                yield f"model.policy.{place.name}", piece
+    for place, parameter in local_tensors(chunk):
+        for piece in place.pieces(parameter):
+            yield f"model.policy.{place.name}", piece
 
 
 def _is_shared(key: str) -> bool:

@@ -34,9 +34,7 @@ from lightning_spec.policy.core_attention import SplitAttention
 from strategies import estimate
 from strategies.attention import AttentionChoice
 from strategies.checkpoints import CheckpointedStrategy
-from strategies.layout import PipelineLayout
 from strategies.pipeline import Pipeline
-from strategies.place import DraftStage
 from strategies.steps import MicroSteps, Part
 from strategies.wrap import Wrapped, make_equal, parts_of, refuse_shared_parameters
 
@@ -111,9 +109,7 @@ class MegatronStrategy(CheckpointedStrategy):
         self.sequence_parallel = sequence_parallel
         self.precision = precision
         self.distributed_optimizer = distributed_optimizer
-        layout: PipelineLayout = pipeline_layout
-        stage: DraftStage = draft_stage
-        self.stages = Pipeline(self, layout, stage, tap_transport, tap_rows)
+        self.stages = Pipeline(self, pipeline_layout, draft_stage, tap_transport, tap_rows)
         self._wrapped = Wrapped()
         self._steps: MicroSteps | None = None
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from lightning_spec.errors import ConfigError
 from lightning_spec.parallel.assemble import Assembler
 from lightning_spec.parallel.groups import Ranks, World, strategy_key
+from lightning_spec.parallel.tap_channel import TapChannel
+from lightning_spec.parallel.tap_depth import slots, slots_drained
 from lightning_spec.policy import local_tensors
 from lightning_spec.policy.stage import stage_layers
 from lightning_spec.policy.taps import tap_owner
@@ -16,9 +18,6 @@ from strategies.layout import PipelineLayout, RowCost, resolve_layout
 from strategies.place import DraftStage, Place
 from strategies.steps import Taps
 from strategies.taps import DirectTaps, PipelineTaps, TapLayout
-
-if TYPE_CHECKING:
-    from lightning_spec.parallel.tap_channel import TapChannel
 
 Transport = Literal["auto", "shared_memory", "group"]
 
@@ -161,9 +160,6 @@ class Pipeline:
         )
 
     def _channel(self, module: Any, layout: TapLayout, host: int) -> TapChannel:
-        from lightning_spec.parallel.tap_channel import TapChannel
-        from lightning_spec.parallel.tap_depth import slots, slots_drained
-
         sizes, strategy = self.strategy.sizes, self.strategy
         sources = layout.sources(hidden=not self.place.now)
         depth = {

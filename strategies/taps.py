@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,12 +19,10 @@ from lightning_spec.batch import PackedBatch
 from lightning_spec.metrics import MetricBag
 from lightning_spec.module import DraftFeatures
 from lightning_spec.parallel.groups import PipelineParallel, TensorParallel
+from lightning_spec.parallel.tap_channel import TapChannel, TapSource
 from lightning_spec.policy import head_weight, unwrap, vocab_shard
 from lightning_spec.share import Share
 from strategies.place import Place
-
-if TYPE_CHECKING:
-    from lightning_spec.parallel.tap_channel import TapChannel, TapSource
 
 
 class DirectTaps:
@@ -33,10 +31,8 @@ class DirectTaps:
     def __init__(self, module: Any, tensor: TensorParallel, *, sequence_parallel: bool) -> None:
         self.module, self.tensor, self.sequence_parallel = module, tensor, sequence_parallel
         self._taps: dict[int, Any] = {}
-        self._micro: Sequence[PackedBatch] = ()
 
     def begin(self, micro: Sequence[PackedBatch]) -> None:
-        self._micro = micro
         self._taps.clear()
 
     def send(self, chunk: nn.Module, index: int, step: Any) -> None:
@@ -102,8 +98,6 @@ class TapLayout:
         Args:
             hidden: whether the final states travel too (a draft that does not run in the last stage's forward).
         """
-        from lightning_spec.parallel.tap_channel import TapSource
-
         widths = [len(self.blocks(stage, hidden=hidden)) * self.hidden_size for stage in range(self.stages)]
         return [TapSource(stage, stage % self.pipeline, width) for stage, width in enumerate(widths) if width]
 
