@@ -36,7 +36,7 @@ from strategies.attention import AttentionChoice
 from strategies.checkpoints import CheckpointedStrategy
 from strategies.pipeline import Pipeline
 from strategies.steps import MicroSteps, Part
-from strategies.wrap import Wrapped, make_equal, parts_of, refuse_shared_parameters
+from strategies.wrap import Wrapped, parts_of, refuse_shared_parameters
 
 
 class MegatronStrategy(CheckpointedStrategy):
@@ -217,7 +217,9 @@ class MegatronStrategy(CheckpointedStrategy):
                 part.to(torch.bfloat16)
                 if isinstance(part, PolicyModel):
                     part.config.pipeline_dtype = torch.bfloat16  # of what the stages receive
-        make_equal(parts, self.tokens if name == "policy" else self.stages.draft_ranks)
+        ranks = self.tokens if name == "policy" else self.stages.draft_ranks
+        for part in parts:
+            ranks.broadcast_module(part)
 
     @override
     def model_to_device(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from lightning_spec.errors import ConfigError
@@ -118,14 +117,3 @@ def refuse_shared_parameters(models: Mapping[str, Sequence[nn.Module]]) -> None:
                         needed="a borrowed tensor handed over detached in each step",
                         key="model.draft",
                     )
-
-
-def make_equal(parts: Sequence[nn.Module], ranks: Ranks) -> None:
-    """Give every rank the first one's weights, but for experts, which differ from rank to rank."""
-    if ranks.size == 1:
-        return
-    source = dist.get_global_rank(ranks.group, 0)
-    for part in parts:
-        for tensor in [*part.parameters(), *part.buffers()]:
-            if getattr(tensor, "allreduce", True):
-                dist.broadcast(tensor.data, source, group=ranks.group)

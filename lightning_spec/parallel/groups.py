@@ -274,12 +274,13 @@ class Ranks:
 
     @torch.no_grad()
     def broadcast_module(self, module: nn.Module) -> None:
-        """Give every rank the first rank's parameters and buffers."""
+        """Give every rank the first rank's parameters and buffers, but for experts, which differ from rank to rank."""
         if self.size == 1:
             return
         source = dist.get_global_rank(self.group, 0)
         for tensor in [*module.parameters(), *module.buffers()]:
-            dist.broadcast(tensor.data, source, group=self.group)
+            if getattr(tensor, "allreduce", True):
+                dist.broadcast(tensor.data, source, group=self.group)
 
 
 class DataParallel(Ranks):
