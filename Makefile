@@ -10,6 +10,7 @@ STAMP := $(VENV)/.ready-$(shell cat requirements/cpu.lock pyproject.toml 2>/dev/
 PEERS ?= .venv-peers
 PEERS_STAMP := $(PEERS)/.ready-$(shell cat requirements/cpu.lock requirements/peers.txt 2>/dev/null | sha256sum | cut -c1-16)
 ARGS ?=
+DRAFT ?= eagle3
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
@@ -33,8 +34,8 @@ $(STAMP): requirements/cpu.lock pyproject.toml
 		|| echo "arctic-inference did not build: rollout method 'suffix' will not be available"
 	@touch $@
 
-demo: $(STAMP) ## train a small policy and its draft with speculative rollouts, ends with a report
-	$(PY) -m benchmarks.demo $(ARGS)
+demo: $(STAMP) ## train a small policy and its draft (DRAFT=eagle3|dflash|dspark|mtp|draft_model) with speculative rollouts
+	$(PY) -m benchmarks.demo --draft $(DRAFT) $(ARGS)
 
 test: $(STAMP) lint ## lint and all tests
 	$(PY) -m pytest $(ARGS)

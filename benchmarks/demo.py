@@ -1,9 +1,11 @@
 """The demo: supervised warm start, draft distillation, GRPO with co-training, rollout speed, report.
 
 Each stage is a command that a user could type; a finished stage is not run again, and a killed one continues from its
-last checkpoint, so `make demo` can be stopped and started at any moment.
+last checkpoint, so `make demo` can be stopped and started at any moment. Another drafter than EAGLE-3 starts from the
+same policy, which is copied from the first demo where that is done.
 
-    python -m benchmarks.demo [--root runs/demo] [--strategy cp2] [--fresh] [--plan] [more for every training stage]
+    python -m benchmarks.demo [--draft dflash] [--root runs/demo] [--strategy cp2] [--fresh] [--plan]
+                              [more for every training stage]
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_spec.rollout.process import cpu_environment
@@ -26,6 +28,8 @@ from lightning_spec.rollout.process import cpu_environment
 REPOSITORY = Path(__file__).resolve().parents[1]
 CONFIGS = REPOSITORY / "configs" / "experiment"
 STRATEGIES = REPOSITORY / "configs" / "strategy"
+ROLLOUTS = REPOSITORY / "configs" / "rollout"
+ROOT = Path("runs/demo")
 
 
 @dataclass(frozen=True)
@@ -39,45 +43,110 @@ class Stage:
     run: Callable[[], None]
 
 
-def stages(root: Path, extra: list[str]) -> list[Stage]:
+@dataclass(frozen=True)
+class Drafter:
+    """What the demo does for one drafter: files of configs/, and what its stages need beside them."""
+
+    what: str
+    rollout: str
+    """File of configs/rollout that serves it."""
+    grpo: tuple[str, ...] = ()
+    minutes: tuple[float, float, float] = (0.8, 4.0, 1.5)
+    """Of distillation, GRPO, speed; measured on two cores."""
+    note: str = ""
+
+
+K = 3
+"""Proposals per verification step, of every drafter."""
+KNOB = "--rollout.engine.init_args.speculation.num_speculative_tokens"
+FEWER = (
+    *("--data.prompts_per_step", "8", "--rollout.samples_per_prompt", "4", "--trainer.max_steps", "40"),
+    *("--data.validation_size", "32", "--rollout.validation_samples", "1", "--trainer.val_check_interval", "20"),
+)
+"""For an engine that runs one request at a time."""
+DRAFTERS = {
+    "eagle3": Drafter("EAGLE-3 draft", "vllm"),
+    "dflash": Drafter("DFlash draft", "dflash", (KNOB, str(K))),
+    "dspark": Drafter(
+        "DSpark draft",
+        "reference",
+        FEWER,
+        (0.8, 5.0, 1.0),
+        "vLLM cannot serve DSpark on a CPU: rollouts come from the reference engine, slowly, so they are fewer.",
+    ),
+    "mtp": Drafter("multi-token-prediction head", "mtp"),
+    "draft_model": Drafter("small draft model", "draft_model"),
+}
+
+
+def stages(root: Path, extra: list[str], draft: str = "eagle3", reuse: Path | None = None) -> list[Stage]:
+    """The demo's stages in `root`. The policy's are copied from the demo in `reuse` where that has finished them."""
+    kind = DRAFTERS[draft]
+
     def fit(name: str, *overrides: str) -> Callable[[], None]:
-        command = ["fit", "-c", str(CONFIGS / f"demo_{name}.yaml"), "--vars.root", str(root), *overrides, *extra]
+        command = ["fit", "-c", str(CONFIGS / f"demo_{name}.yaml")]
+        if draft != "eagle3" and name != "sft":
+            command += ["-c", str(CONFIGS / "demo_draft" / f"{draft}.yaml")]
+        if draft != "eagle3" and name == "grpo":
+            command += ["-c", str(ROLLOUTS / f"{kind.rollout}.yaml")]
+        command += ["--vars.root", str(root), *overrides, *extra]
         return lambda: lightning_spec(*command)
 
-    export = root / "grpo" / "export"
-    speed = root / "bench" / "rollout.json"
+    def policy(stage: Stage) -> Stage:
+        there = reuse / stage.result.relative_to(root) if reuse is not None and reuse != root else None
+        if there is None or not there.exists():
+            return stage
+        what = f"copy of the one in {reuse}: {stage.what}"
+        source, target = there.parents[2] if stage.name == "sft" else there, root / stage.name
+        return replace(stage, what=what, minutes=0.0, run=lambda: copy(source, target))
+
+    distill, grpo, speed = kind.minutes
+    export, measured = root / "grpo" / "export", root / "bench" / "rollout.json"
     return [
-        Stage("init", "write the policy's config and a character tokenizer", 0.1, root / "init", lambda: init(root)),
-        Stage(
-            "sft",
-            "train the policy from scratch on worked sums (supervised)",
-            5.0,
-            root / "sft" / "export" / "policy" / "config.json",
-            fit("sft"),
+        policy(
+            Stage("init", "write the policy's config and a character tokenizer", 0.1, root / "init", lambda: init(root))
+        ),
+        policy(
+            Stage(
+                "sft",
+                "train the policy from scratch on worked sums (supervised)",
+                5.0,
+                root / "sft" / "export" / "policy" / "config.json",
+                fit("sft"),
+            )
         ),
         Stage(
             "distill",
-            "train the EAGLE-3 draft to the frozen policy's distribution (offline distillation)",
-            0.8,
+            f"train the {kind.what} to the frozen policy's distribution (offline distillation)",
+            distill,
             root / "distill" / "export" / "draft" / "config.json",
             fit("distill"),
         ),
         Stage(
             "grpo",
             "GRPO with speculative rollouts; policy and draft are trained and refitted at every step",
-            4.0,
+            grpo,
             export / "draft" / "config.json",
-            fit("grpo"),
+            fit("grpo", *kind.grpo),
         ),
         Stage(
             "speed",
-            "rollout tokens/s with and without speculation at batch 1, 8, 32",
-            1.5,
+            "rollout tokens/s with and without speculation, at batch "
+            + ("1" if kind.rollout == "reference" else "1, 8, 32"),
             speed,
-            lambda: rollout_speed(root, export, speed),
+            measured,
+            lambda: rollout_speed(root, export, measured, draft),
         ),
         Stage("report", "plots, summary.json, index.html", 0.2, Path("/nonexistent"), lambda: report(root)),
     ]
+
+
+def copy(source: Path, target: Path) -> None:
+    """A finished stage's folder without what only a resumed run needs, whole or not at all."""
+    beside = target.with_name(f"{target.name}.partial")
+    shutil.rmtree(beside, ignore_errors=True)
+    shutil.copytree(source, beside, ignore=shutil.ignore_patterns("checkpoints", "tensorboard"))
+    beside.rename(target)
 
 
 def lightning_spec(*arguments: str) -> None:
@@ -115,7 +184,7 @@ def init(root: Path) -> None:
     folder.rename(root / "init")
 
 
-def rollout_speed(root: Path, export: Path, result: Path) -> None:
+def rollout_speed(root: Path, export: Path, result: Path, draft: str) -> None:
     """Compare the engines on the validation prompts of the GRPO stage."""
     prompts = root / "bench" / "prompts.json"
     prompts.parent.mkdir(parents=True, exist_ok=True)
@@ -124,14 +193,14 @@ def rollout_speed(root: Path, export: Path, result: Path) -> None:
 
     unique = {rollout.prompt.uid: list(rollout.prompt.tokens) for rollout in load_rollouts(str(recorded))}
     prompts.write_text(json.dumps(list(unique.values())))
-    subprocess.run(
-        [
-            sys.executable, "-m", "benchmarks.rollout", "--policy", str(export / "policy"),
-            "--draft", str(export / "draft"), "--prompts", str(prompts), "--json", str(result),
-        ],
-        check=True,
-        cwd=REPOSITORY,
-    )  # fmt: skip
+    command = [
+        sys.executable, "-m", "benchmarks.rollout", "--policy", str(export / "policy"),
+        "--draft", str(export / "draft"), "--method", draft, "--k", str(K),
+        "--prompts", str(prompts), "--json", str(result),
+    ]  # fmt: skip
+    if DRAFTERS[draft].rollout == "reference":
+        command += ["--engine", "reference", "--batch-sizes", "1", "--rounds", "5"]
+    subprocess.run(command, check=True, cwd=REPOSITORY)
 
 
 def report(root: Path) -> None:
@@ -143,7 +212,9 @@ def report(root: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", type=Path, default=Path("runs/demo"), help="the demo's folder")
+    parser.add_argument("--draft", choices=list(DRAFTERS), default="eagle3", help="the drafter (default: eagle3)")
+    parser.add_argument("--root", type=Path, help="the demo's folder (default: runs/demo, or runs/demo_DRAFT)")
+    parser.add_argument("--reuse", type=Path, default=ROOT, help="a demo whose policy is taken, if it is done")
     names = sorted(file.stem for file in STRATEGIES.glob("*.yaml"))
     parser.add_argument("--strategy", choices=names, help="train on configs/strategy/NAME.yaml (default: one process)")
     parser.add_argument("--fresh", action="store_true", help="delete the folder first")
@@ -151,15 +222,18 @@ def main() -> None:
     args, extra = parser.parse_known_args()
     if args.strategy:
         extra = ["-c", str(STRATEGIES / f"{args.strategy}.yaml"), *extra]
-    root = args.root.resolve()
+    default = ROOT if args.draft == "eagle3" else ROOT.with_name(f"{ROOT.name}_{args.draft}")
+    root = (args.root or default).resolve()
     if args.fresh:
         shutil.rmtree(root, ignore_errors=True)
-    plan = stages(root, extra)
+    plan = stages(root, extra, args.draft, args.reuse.resolve())
     todo = [stage for stage in plan if not stage.result.exists()]
     print(f"The demo has {len(plan)} stages; {len(todo)} to do, about {sum(s.minutes for s in todo):.0f} minutes.")
     for stage in plan:
         mark = "to do" if stage in todo else "done "
         print(f"  {mark}  {stage.name:<8} {stage.minutes:4.1f} min  {stage.what}")
+    if note := DRAFTERS[args.draft].note:
+        print(note)
     if extra:
         print(f"Every training stage also gets: {shlex.join(extra)}")
     print(f"Everything goes to {root}; stop it at any moment and run it again to continue.\n", flush=True)

@@ -1,10 +1,12 @@
-"""Rollout speed with and without speculation: two vLLM engines, the same policy, prompts, seeds and sampling.
+"""Rollout speed with and without speculation: two engines of a kind, the same policy, prompts, seeds and sampling.
 
 The engines take turns within one run and medians are compared, because timings of a shared machine drift. Greedy
 outputs of both are compared token for token on the way (CASES.md E1).
 
     python -m benchmarks.rollout --policy runs/demo/grpo/export/policy --draft runs/demo/grpo/export/draft \
         --prompts prompts.json --json runs/bench/rollout.json
+
+`--engine reference` measures the reference engine: for what vLLM cannot serve on this machine, and slow.
 """
 
 from __future__ import annotations
@@ -19,9 +21,19 @@ from pathlib import Path
 from typing import Any
 
 from lightning_spec.batch import SpecStats
-from lightning_spec.rollout.engine import EngineFiles, Request, Sampling
+from lightning_spec.rollout.engine import Engine, EngineFiles, Request, Sampling
+from lightning_spec.rollout.reference import ReferenceEngine
 from lightning_spec.rollout.speculation import Speculation
 from lightning_spec.rollout.vllm import VLLMEngine
+
+CLASSES = {
+    "eagle3": "lightning_spec.draft.Eagle3",
+    "dflash": "lightning_spec.draft.DFlash",
+    "dspark": "lightning_spec.draft.DSpark",
+    "mtp": "lightning_spec.draft.MTP",
+    "draft_model": "lightning_spec.draft.DraftModel",
+}
+"""The project's draft of each method."""
 
 
 def measure(
@@ -32,6 +44,7 @@ def measure(
     batch_sizes: Sequence[int] = (1, 8, 32),
     rounds: int = 5,
     min_tokens: int = 300,
+    engines: tuple[Engine, Engine] | None = None,
 ) -> dict[str, Any]:
     """Tokens/s of both engines by batch size, interleaved.
 
@@ -42,12 +55,14 @@ def measure(
         speculation: settings of the speculative engine.
         batch_sizes: requests that run together.
         rounds: measurements of each engine at each size; one more is run first and dropped.
+        engines: the plain and the speculative one; None: vLLM's.
         min_tokens: batches are repeated within a round until about this many tokens were sampled at batch 1.
 
     Returns:
         by batch size: tokens/s of both (medians), their ratio (median of the rounds' ratios), acceptance length.
     """
-    plain, fast = VLLMEngine(max_num_seqs=max(batch_sizes)), VLLMEngine(speculation, max_num_seqs=max(batch_sizes))
+    most = max(batch_sizes)
+    plain, fast = engines or (VLLMEngine(max_num_seqs=most), VLLMEngine(speculation, max_num_seqs=most))
     rows: dict[str, Any] = {}
     with plain, fast:
         plain.start(EngineFiles(files.policy))
@@ -110,8 +125,9 @@ def _greedy_equal(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", type=Path, required=True, help="Hugging Face folder")
-    parser.add_argument("--draft", type=Path, help="draft folder in vLLM's format (method eagle3)")
-    parser.add_argument("--method", default="eagle3")
+    parser.add_argument("--draft", type=Path, help="draft folder in vLLM's format")
+    parser.add_argument("--method", default="eagle3", help="of vLLM's speculation; the reference engine runs any draft")
+    parser.add_argument("--engine", choices=["vllm", "reference"], default="vllm")
     parser.add_argument("--k", type=int, default=3, help="proposals per verification step")
     parser.add_argument("--by-batch-size", type=json.loads, help="rows [[first, last, k], ...]")
     parser.add_argument("--prompts", type=Path, required=True, help="JSON: a list of lists of token ids")
@@ -123,14 +139,19 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="3 rounds")
     parser.add_argument("--json", type=Path, help="where the result goes")
     args = parser.parse_args()
+    engines = None
+    if args.engine == "reference":
+        engines = ReferenceEngine("none"), ReferenceEngine("draft" if args.draft else args.method, args.k)
     result = measure(
-        EngineFiles(args.policy, args.draft),
+        EngineFiles(args.policy, args.draft, CLASSES.get(args.method)),
         json.loads(args.prompts.read_text()),
         Sampling(temperature=args.temperature, max_tokens=args.max_tokens, stop_token_ids=tuple(args.stop)),
         Speculation(args.method, args.k, args.by_batch_size),
         args.batch_sizes,
         3 if args.quick else args.rounds,
+        engines=engines,
     )
+    result |= {"engine": args.engine, "method": args.method}
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(result, indent=2))

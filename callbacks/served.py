@@ -14,6 +14,9 @@ from lightning_spec.metrics import MetricBag
 from lightning_spec.rollout.engine import Engine, EngineFiles
 from lightning_spec.rollout.rewards import Reward
 
+ROLLOUT_OF = {"eagle3": "vllm", "dspark": "reference"}
+"""File of configs/rollout that serves a method, where it has another name."""
+
 
 def check_run(
     engine: Engine | None,
@@ -47,12 +50,37 @@ def check_run(
             needed="a reward class",
             key="rollout.reward",
         )
+    check_method(engine, getattr(module, "draft", None))
     if advantages.std == "batch" and getattr(trainer.strategy, "data_parallel_size", 1) > 1:
         raise ConfigError(
             "the deviation of all rewards is not reduced over data-parallel ranks",
             found="std=batch on several ranks",
             needed="group or none",
             key="rollout.advantages.std",
+        )
+
+
+def check_method(engine: Engine | None, draft: Any) -> None:
+    """Refuse an engine whose speculation method is not that of the draft it would be given."""
+    speculation = getattr(engine, "speculation", None)
+    if speculation is None or not speculation.needs_draft:
+        return
+    key = "rollout.engine.init_args.speculation.method"
+    if draft is None:
+        raise ConfigError(
+            "the engine's speculation needs a draft, and there is none",
+            found=f"method {speculation.method}, model.draft: null",
+            needed="a model.draft (configs/draft/*.yaml), or method none, ngram or suffix",
+            key=key,
+        )
+    wanted = draft.speculative_config(speculation.num_speculative_tokens)["method"]
+    if speculation.method != wanted:
+        raise ConfigError(
+            "the engine's speculation method is not the draft's",
+            found=f"{speculation.method} with model.draft: {type(draft).__name__}",
+            needed=f"{wanted} (configs/rollout/{ROLLOUT_OF.get(wanted, wanted)}.yaml), ngram, suffix, none, or another "
+            "model.draft",
+            key=key,
         )
 
 

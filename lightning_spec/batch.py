@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_spec.attention.zigzag import Shard
 from lightning_spec.metrics import MetricBag
 
 FinishReason = Literal["stop", "length"]
@@ -158,6 +159,11 @@ class PackedBatch:
     """Position of each document in the StepBatch."""
     seed: int = 0
     """Of draws that belong to this micro-batch (row sampling): equal on the ranks that share it, else different."""
+    document_seeds: list[int] = field(default_factory=list)
+    """Of draws that belong to a document (its anchors), one for each document: equal on the ranks that share it and in
+    whatever micro-batch it lies, another one at every optimiser step and data-parallel rank."""
+    shard: Shard | None = field(default=None, repr=False, compare=False)
+    """Which rows this rank computes (context parallelism), made by the first who asks: see `Share.shard_of`."""
 
     @property
     def cu_seqlens(self) -> Tensor:

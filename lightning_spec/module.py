@@ -16,6 +16,7 @@ from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_spec.attention.context import Context
@@ -99,6 +100,8 @@ class DraftFeatures:
     """Which rows those are; None: all."""
     embedding: Tensor | None = None
     """[V, C], the policy's input embedding, where this rank has it whole."""
+    special: Tensor | None = None
+    """[n, C], the policy's input embeddings of the draft's `embedding_ids`; None where there are none."""
 
 
 @dataclass(slots=True)
@@ -332,6 +335,25 @@ class SpecGRPO(L.LightningModule):
         embedding = embedding_weight(policy).detach() if policy.pre_process and vocab is None else None
         return {"head": head_weight(policy).detach(), "vocab": vocab, "embedding": embedding}
 
+    @torch.no_grad()
+    def special_embeddings(self) -> Tensor | None:
+        """The policy's live input embeddings [n, C] of the draft's `embedding_ids`, on a rank that has the embedding.
+
+        None where the draft asks for none. Tensor-parallel ranks call it together: each adds what it has.
+        """
+        if self.draft is None or not self.draft.embedding_ids:
+            return None
+        assert self.policy is not None
+        table, vocab = embedding_weight(self.policy), vocab_shard(self.policy)
+        ids = torch.tensor(self.draft.embedding_ids, device=table.device)
+        if vocab is None:
+            return table[ids]
+        here = (ids >= vocab.start) & (ids < vocab.stop)
+        found = table.new_zeros(len(ids), table.shape[1])
+        found[here] = table[ids[here] - vocab.start]
+        dist.all_reduce(found, group=vocab.group)
+        return found
+
     def draft_step(
         self, draft: nn.Module, micro: PackedBatch, features: DraftFeatures, totals: dict[str, Tensor], *, train: bool
     ) -> DraftStep:
@@ -351,6 +373,8 @@ class SpecGRPO(L.LightningModule):
             vocab=features.vocab,
             shard=Share.shard_of(micro, self.context),
             seed=micro.seed,
+            document_seeds=micro.document_seeds or None,
+            special=features.special,
         )
         with torch.set_grad_enabled(self.trains_draft and train):
             out = draft(inputs, self.draft_loss, totals)
@@ -483,15 +507,19 @@ class SpecGRPO(L.LightningModule):
         Every rank that holds a part of them iterates to the end; only those that speak for a replica get anything.
         """
         assert self.policy is not None
-        assembler: Assembler | None = self._layout("policy_assembler", None)
+        assembler = self._assembler("policy")
         return hf_tensors(self.policy) if assembler is None else assembler.run(local_tensors(self.policy))
 
     def draft_tensors(self) -> Iterator[tuple[str, Tensor]] | None:
         """The draft's tensors under the engine's names, or None without a draft; as `policy_tensors`."""
         if self.draft is None:
             return None
-        assembler: Assembler | None = self._layout("draft_assembler", None)
+        assembler = self._assembler("draft")
         return self.draft.engine_tensors() if assembler is None else assembler.run(self.draft.local_tensors())
+
+    def _assembler(self, name: str) -> Assembler | None:
+        make = self._layout("assembler", None)
+        return None if make is None else make(name)
 
     def export_policy(self, folder: str | Path) -> Path:
         """Write the policy as a Hugging Face folder. Collective as `policy_tensors` is; the first rank writes."""

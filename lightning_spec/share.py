@@ -36,5 +36,9 @@ class Share:
 
     @staticmethod
     def shard_of(micro: PackedBatch, context: Context) -> Shard | None:
-        """Which rows of the micro-batch this rank computes; None: all."""
-        return None if context.group is None else Shard(Zigzag(micro.lengths, context.size), context)
+        """Which rows of the micro-batch this rank computes; None: all. Made once a micro-batch."""
+        if context.group is None:
+            return None
+        if micro.shard is None or micro.shard.context is not context:
+            micro.shard = Shard(Zigzag(micro.lengths, context.size), context)
+        return micro.shard

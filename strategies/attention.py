@@ -57,11 +57,13 @@ class AttentionChoice:
                 _check_heads(policy.shape, context.size * tensor_parallel, "policy_attention")
             policy.split_attention = self.policy_attention
         if draft is not None and hasattr(draft, "set_attention"):
+            # First: a draft that knows no such attention says so, whatever its heads.
+            draft.set_attention(self.draft_attention, self.memory_limit)
             if self.draft_attention == "ulysses":
                 _check_heads(getattr(draft, "config", None), context.size, "draft_attention")
-            draft.set_attention(self.draft_attention, self.memory_limit)
 
 
 def _check_heads(model: Any, size: int, field: str) -> None:
-    if hasattr(model, "num_heads"):
+    """`model` has the heads; one without them has nothing to divide."""
+    if hasattr(model, "num_heads") and hasattr(model, "num_kv_heads"):
         check_ulysses(model.num_heads, model.num_kv_heads, size, strategy_key(field))

@@ -17,8 +17,6 @@ import torch
 
 from lightning_spec.attention.cost import DraftWork, Mode, estimate, fitting_chunk, prefer
 from lightning_spec.draft.base import AttentionMode
-from lightning_spec.draft.eagle3 import Eagle3
-from lightning_spec.draft.mode import draft_work
 from lightning_spec.errors import ConfigError
 from lightning_spec.parallel.groups import ParallelSizes
 from lightning_spec.shapes import PolicyShape
@@ -112,13 +110,14 @@ def report(strategy: Any, module: Any, trainer: Any) -> None:
     Raises:
         ConfigError: the step cannot fit; it names what would.
     """
-    draft, shape = getattr(module, "draft", None), getattr(module, "shape", None)
+    draft: Any = getattr(module, "draft", None)
+    shape = getattr(module, "shape", None)
     if not isinstance(shape, PolicyShape) or getattr(module, "policy", None) is None:
         return
     tokens, size = longest_micro_batch(strategy.token_budget, trainer), strategy.sizes.context_parallel
     limit, b = memory_limit(strategy, trainer), 2 if strategy.precision == "bf16" else 4
     trusted = int(limit.size * (1.0 if limit.given else _TRUST))
-    known = draft if isinstance(draft, Eagle3) and module.trains_draft and draft.resident else None
+    work = draft.work(tokens, tokens, size, b) if draft is not None and module.trains_draft and draft.resident else None
     stages, place = strategy.stages.layers(module), strategy.pipeline
     layers = sum(stages[place.rank :: place.size])
     rank = Rank(
@@ -126,8 +125,8 @@ def report(strategy: Any, module: Any, trainer: Any) -> None:
         shape=shape,
         recompute=bool(getattr(getattr(module, "source", None), "recompute", False)),
         trains_policy=module.trains_policy,
-        draft=None if known is None else draft_work(known, tokens, tokens, size, b),
-        asked="auto" if known is None else known.attention,
+        draft=work,
+        asked="auto" if work is None else draft.attention,
         layers=layers,
         held=held_micro_batches(strategy.sizes, strategy.pipeline.rank),
         tensor=strategy.sizes.tensor_parallel,
@@ -138,10 +137,10 @@ def report(strategy: Any, module: Any, trainer: Any) -> None:
         _line("weights, gradients, optimiser", rank.states),
         _line("policy activations (rough)", activations),
     ]
-    if known is not None and rank.draft is not None:
+    if work is not None:
         left = max(1, trusted - rank.states - activations)
-        known.set_attention(known.attention, left)
-        lines += _modes(rank.draft, rank.mode(rank.draft, left))
+        draft.set_attention(draft.attention, left)
+        lines += _modes(work, rank.mode(work, left))
     lines.append(_line(limit.where, limit.size))
     need, number, lines = max(
         strategy.replica.gather((rank.total(tokens, size, b, trusted), strategy.global_rank, lines)),

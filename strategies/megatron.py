@@ -28,7 +28,7 @@ from lightning_spec.metrics import MetricBag
 from lightning_spec.optim import OptimConfig
 from lightning_spec.parallel.groups import ParallelSizes, strategy_key
 from lightning_spec.parallel.optimizer import MODELS, JointOptimizer, ModelOptimizer, make_scheduler
-from lightning_spec.parallel.random_state import micro_seed, seed_step
+from lightning_spec.parallel.random_state import document_seed, micro_seed, seed_step
 from lightning_spec.policy import PolicyModel
 from lightning_spec.policy.core_attention import SplitAttention
 from strategies import estimate
@@ -131,15 +131,10 @@ class MegatronStrategy(CheckpointedStrategy):
         """Whether the draft's parameters are on this rank."""
         return self.stages.hosts_draft
 
-    @property
-    def policy_assembler(self) -> Any:
-        """Makes whole tensors of the policy's parts; None where each rank has the whole policy."""
-        return self.stages.policy_assembler(self._module)
-
-    @property
-    def draft_assembler(self) -> Any:
-        """Brings the draft's tensors to the ranks that speak; None where they have them."""
-        return self.stages.draft_assembler(self._module)
+    def assembler(self, name: str) -> Any:
+        """Makes whole tensors of what ranks hold of the "policy" or the "draft", for the ranks that speak; None where
+        they have them."""
+        return self.stages.assembler(self._module, name)
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
@@ -327,7 +322,11 @@ class MegatronStrategy(CheckpointedStrategy):
                 )
         micro += [pack_documents([], [])] * self.stages.idle(len(micro))
         return [
-            replace(one.to(self.root_device), seed=micro_seed(seed, step, self.data.rank, index))
+            replace(
+                one.to(self.root_device),
+                seed=micro_seed(seed, step, self.data.rank, index),
+                document_seeds=[document_seed(seed, step, self.data.rank, place) for place in one.rollout_index],
+            )
             for index, one in enumerate(micro)
         ]
 

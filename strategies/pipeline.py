@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lightning_spec.errors import ConfigError
@@ -27,8 +27,7 @@ class _Plans:
     """Plans of assemblies of one module: made once, used at every refit."""
 
     module: Any = None
-    policy: Assembler | None = None
-    draft: Assembler | None = None
+    made: dict[str, Assembler] = field(default_factory=dict)
 
 
 class Pipeline:
@@ -97,28 +96,17 @@ class Pipeline:
         sizes = self.strategy.sizes
         return max(sizes.tensor_parallel, sizes.pipeline_parallel, sizes.expert_parallel) > 1
 
-    def policy_assembler(self, module: Any) -> Assembler | None:
+    def assembler(self, module: Any, name: str) -> Assembler | None:
+        """Of the module's "policy" or "draft"; None where every rank has all of it. Collective the first time."""
         if not self.split:
             return None
-        plans = self._plans_of(module)
-        if plans.policy is None:
-            ranks = self.strategy.assembly
-            plans.policy = Assembler(local_tensors(module.policy), ranks, targets=ranks.targets)
-        return plans.policy
-
-    def draft_assembler(self, module: Any) -> Assembler | None:
-        if not self.split:
-            return None
-        plans = self._plans_of(module)
-        if plans.draft is None:
-            ranks = self.strategy.assembly
-            plans.draft = Assembler(module.draft.local_tensors(), ranks, targets=ranks.targets)
-        return plans.draft
-
-    def _plans_of(self, module: Any) -> _Plans:
         if self._plans.module is not module:
             self._plans = _Plans(module)
-        return self._plans
+        if name not in self._plans.made:
+            held = local_tensors(module.policy) if name == "policy" else module.draft.local_tensors()
+            ranks = self.strategy.assembly
+            self._plans.made[name] = Assembler(held, ranks, targets=ranks.targets)
+        return self._plans.made[name]
 
     # ---- micro-batches and taps -------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from lightning_spec.module import DraftFeatures
 from lightning_spec.parallel.groups import PipelineParallel, TensorParallel
 from lightning_spec.parallel.tap_channel import TapChannel, TapSource
 from lightning_spec.policy import head_weight, unwrap, vocab_shard
+from lightning_spec.policy.taps import side_by_side
 from lightning_spec.share import Share
 from strategies.place import Place
 
@@ -31,9 +32,11 @@ class DirectTaps:
     def __init__(self, module: Any, tensor: TensorParallel, *, sequence_parallel: bool) -> None:
         self.module, self.tensor, self.sequence_parallel = module, tensor, sequence_parallel
         self._taps: dict[int, Any] = {}
+        self._special: Tensor | None = None
 
     def begin(self, micro: Sequence[PackedBatch]) -> None:
         self._taps.clear()
+        self._special = self.module.special_embeddings() if micro else None
 
     def send(self, chunk: nn.Module, index: int, step: Any) -> None:
         self._taps[index] = step.taps
@@ -52,9 +55,10 @@ class DirectTaps:
             parts = [together(part, rows, self.tensor) for part in parts]
         *layers, embeddings = (part[:rows] for part in parts)  # idle rows are cut
         return DraftFeatures(
-            features=layers[0] if len(layers) == 1 else torch.cat(layers, -1),
+            features=side_by_side(layers, embeddings),
             embeddings=embeddings,
             hidden=hidden,
+            special=self._special,
             **self.module.draft_head(),
         )
 
@@ -129,6 +133,7 @@ class PipelineTaps:
         self._rows: list[int] = []
         self._turns: list[int] = []
         self._head: dict[str, Any] = {}
+        self._special: Tensor | None = None
 
     def begin(self, micro: Sequence[PackedBatch]) -> None:
         shards = [Share.shard_of(one, self.module.context) for one in micro]
@@ -137,6 +142,7 @@ class PipelineTaps:
         ]
         self._turns = self.place.turns([len(one.tokens) for one in micro])
         self._head = self._heads() if micro else {}
+        self._special = self._specials() if micro else None
         # The channel numbers schedules: several may run at one optimiser step (validation batches, then training).
         self._schedules += 1
         for channel in self.channels.values():
@@ -158,6 +164,20 @@ class PipelineTaps:
         source = dist.get_global_rank(self.pipeline.group, self.pipeline.size - 1)
         dist.broadcast(head, source, group=self.pipeline.group)
         return {"head": head, "vocab": vocab, "embedding": None}
+
+    def _specials(self) -> Tensor | None:
+        """The policy's live embeddings of the draft's special tokens on every stage, from the first, which has them."""
+        ids = self.module.draft.embedding_ids
+        if not ids:
+            return None
+        if self.pipeline.first:
+            found = self.module.special_embeddings().contiguous()
+        else:
+            parameter = next(self.module.last_chunk.parameters())
+            width = self.layout.hidden_size
+            found = torch.empty(len(ids), width, dtype=parameter.dtype, device=parameter.device)
+        dist.broadcast(found, dist.get_global_rank(self.pipeline.group, 0), group=self.pipeline.group)
+        return found
 
     def send(self, chunk: nn.Module, index: int, step: Any) -> None:
         stage, rows, host = self._stage(chunk), self._rows[index], self._turns[index]
@@ -209,9 +229,10 @@ class PipelineTaps:
             )
         layers = [found["layer", k] for k in sorted(self.layout.owners)]
         return DraftFeatures(
-            features=torch.cat(layers, -1),
+            features=side_by_side(layers, found["embeddings", 0]),
             embeddings=found["embeddings", 0],
             hidden=found["hidden", 0] if hidden is None else hidden,
+            special=self._special,
             **self._head,
         )
 

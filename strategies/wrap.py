@@ -64,14 +64,15 @@ class Wrapped:
 
     def chunks(self, name: str) -> list[Chunk]:
         """For the optimiser."""
-        return [Chunk(part.module, part, part_placements(part.module)) for part in self.get(name)]
+        return [Chunk(part.module, part, _placements(part.module)) for part in self.get(name)]
 
 
-def part_placements(module: nn.Module) -> Mapping[str, Sequence[Placement]]:
+def _placements(module: Any) -> Mapping[str, Sequence[Placement]]:
     """Where the parameters of a part of a model stand in the tensors that checkpoints name."""
     if isinstance(module, PolicyModel):
         return placements(module)
-    return {name: [Placement.whole(name, tuple(param.shape))] for name, param in module.named_parameters()}
+    found: Mapping[str, Sequence[Placement]] = module.placements()
+    return found
 
 
 def parts_of(model: nn.Module | None) -> list[nn.Module]:

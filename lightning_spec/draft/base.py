@@ -11,6 +11,7 @@ from typing import Any, Literal, Self, get_args
 import torch
 from torch import Tensor, nn
 
+from lightning_spec.attention.cost import DraftWork
 from lightning_spec.attention.zigzag import Shard
 from lightning_spec.batch import PackedBatch
 from lightning_spec.errors import ConfigError
@@ -57,6 +58,10 @@ class DraftInputs:
     seed: int = 0
     """Of a draft's random choices (which rows are sampled): equal on the ranks that share the micro-batch, and another
     one for every other micro-batch."""
+    document_seeds: list[int] | None = None
+    """Of choices that belong to a document (its anchors), one for each of `lengths`; see `PackedBatch`."""
+    special: Tensor | None = None
+    """[n, C], the policy's input embeddings of `Draft.embedding_ids`, in that order; None where it asks for none."""
     vocab: VocabShard | None = None
     """None: this rank holds the whole vocabulary. Else the ranks of its group (tensor parallelism) hold parts of it,
     and are given the same of everything but `policy_head`. They share the work: loss and metrics are complete on each,
@@ -68,13 +73,10 @@ class DraftInputs:
         return self.shard if self.shard is not None and self.shard.size > 1 else None
 
     def detached(self) -> DraftInputs:
-        names = ("features", "embeddings", "hidden", "policy_head")
-        table = self.policy_embedding
-        return replace(
-            self,
-            **{name: getattr(self, name).detach() for name in names},
-            policy_embedding=None if table is None else table.detach(),
-        )
+        names = ("features", "embeddings", "hidden", "policy_head", "policy_embedding", "special")
+        found = {name: getattr(self, name) for name in names}
+        cut: dict[str, Any] = {name: None if tensor is None else tensor.detach() for name, tensor in found.items()}
+        return replace(self, **cut)
 
 
 @dataclass(slots=True)
@@ -102,9 +104,13 @@ class Draft(nn.Module, ABC):
     from the global random state, so that a policy trains bit-identically with and without it.
     """
 
-    num_passes: int
     aux_layer_ids: tuple[int, ...]
-    """Layers of the policy whose input (residual stream) the draft reads, ascending; known after `build`."""
+    """Layers of the policy whose input (residual stream) the draft reads, ascending; known after `build`. Id L, the
+    number of layers, is what the last one gives, before the final norm. () for a draft that reads none."""
+    embedding_ids: tuple[int, ...] = ()
+    """Tokens whose input embeddings of the policy the draft reads in training (a mask token); known after `build`."""
+    reads_hidden: bool = False
+    """Whether `propose` is given the policy's final-normed states as `features`, instead of taps."""
     attention: AttentionMode = "auto"
     memory_limit: int | None = None
     _resident: bool = True
@@ -204,6 +210,19 @@ class Draft(nn.Module, ABC):
         """Multiply-adds of one anchor's row in training, forward and backward, attention and teacher left out: what a
         pipeline's layout weighs against a layer of the policy. After `build`, with or without parameters."""
 
+    def work(self, tokens: int, rows: int, context: int, bytes_per_element: int) -> DraftWork | None:
+        """What the memory model needs to know of a micro-batch's step, after `build`, with parameters; None where the
+        model does not know this draft, and its step is left out of estimates.
+
+        Args:
+            tokens: rows of the packed micro-batch.
+            rows: those of them that carry loss.
+            context: ranks that split them.
+            bytes_per_element: of weights and activations.
+        """
+        del tokens, rows, context, bytes_per_element
+        return None
+
     @abstractmethod
     def counts(self, batch: PackedBatch) -> dict[str, Tensor]:
         """Sums of a micro-batch that become the normalisers of `forward`: float64 scalars, the same keys always."""
@@ -262,7 +281,8 @@ class Draft(nn.Module, ABC):
         """Propose k tokens after each sequence's bonus token, exactly as the engine computes them.
 
         Args:
-            features: [T, n*C], taps of the verified tokens of all sequences, packed.
+            features: [T, n*C], taps of the verified tokens of all sequences, packed; [T, C] final-normed states for a
+                draft that `reads_hidden`; [T, 0] for one that reads neither.
             tokens: int64 [T], those tokens.
             lengths: verified tokens of each sequence (at least 1).
             bonus: int64 [B], the token sampled last; no taps exist for it yet.

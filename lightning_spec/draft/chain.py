@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_spec.attention.rope import RotaryEmbedding, apply_rotary
 from lightning_spec.draft.attention import PassAttention
-from lightning_spec.draft.layers import DecoderLayer
+from lightning_spec.draft.layers import PassLayer
 
 
 class PassChain:
@@ -23,16 +23,19 @@ class PassChain:
         positions: int64 [T], positions inside the documents of the rows that take part.
         attention: of each layer; it knows where the rows stand and which keys they see.
         trunk: (k, v) of each layer where they were made before, by `keys` of another chain.
+        blank_first: the input embedding that stands at position 0, of pass 0, is zero.
     """
 
     def __init__(
         self,
-        layers: Sequence[DecoderLayer],
+        layers: Sequence[PassLayer],
         rope: RotaryEmbedding,
         positions: Tensor,
         attention: Sequence[PassAttention],
         trunk: Sequence[tuple[Tensor, Tensor]] = (),
+        blank_first: bool = False,
     ) -> None:
+        self.blank_first = blank_first
         self.layers, self.rope, self.positions, self.attention = layers, rope, positions, attention
         self.rows = torch.arange(positions.numel(), device=positions.device)
         self.passes = 0
@@ -63,8 +66,9 @@ class PassChain:
 
     def keys(self, hidden: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor]:
         """The trunk of every layer, into `trunk_keys`; returns what the last layer's attention reads
-        (`DecoderLayer.enter`) at every row. Arguments as in `trunk`."""
+        (`PassLayer.enter`) at every row. Arguments as in `trunk`."""
         cos, sin = self.rope.cos_sin(self.positions, hidden.dtype)
+        embedding = self._blanked(embedding, self.positions)
         for layer, attend in zip(self.layers, self.attention, strict=True):
             attention = layer.self_attn
             c, residual = layer.enter(hidden, embedding)
@@ -79,6 +83,7 @@ class PassChain:
         """The next pass on the current rows, given the trunk: [R, H] recycled hidden (of pass 0: fc's output) and
         [R, H] input embedding to [R, H]."""
         cos, sin = self.rope.cos_sin(self.positions[self.rows] + self.passes, hidden.dtype)
+        embedding = self._blanked(embedding, self.positions[self.rows] + self.passes)
         for number, layer in enumerate(self.layers):
             attention = layer.self_attn
             c, residual = layer.enter(hidden, embedding)
@@ -91,6 +96,9 @@ class PassChain:
             hidden = layer.leave(attended, residual)
         self.passes += 1
         return hidden
+
+    def _blanked(self, embedding: Tensor, positions: Tensor) -> Tensor:
+        return embedding.masked_fill((positions == 0)[:, None], 0.0) if self.blank_first else embedding
 
     def keep(self, index: Tensor) -> None:
         """Go on with `rows[index]` only (copies the branch: worth it when many rows have ended)."""

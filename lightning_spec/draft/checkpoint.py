@@ -51,14 +51,17 @@ def tensor_names(folder: str | Path) -> list[str]:
     return [canonical_name(name) for name in names]
 
 
-def read_tensors(folder: str | Path) -> Iterable[tuple[str, Tensor]]:
+def read_tensors(folder: str | Path, prefix: str = "") -> Iterable[tuple[str, Tensor]]:
+    """The tensors whose stored names begin with `prefix`; no others are read where the format allows it."""
     for file in weight_files(folder):
         if file.suffix == ".bin":
-            yield from torch.load(file, map_location="cpu", weights_only=True).items()
+            held = torch.load(file, map_location="cpu", weights_only=True)
+            yield from ((name, tensor) for name, tensor in held.items() if name.startswith(prefix))
         else:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 (not a dict)
-                    yield name, opened.get_tensor(name)
+                    if name.startswith(prefix):
+                        yield name, opened.get_tensor(name)
 
 
 def canonical_name(name: str) -> str:

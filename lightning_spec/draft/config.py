@@ -204,15 +204,25 @@ class Eagle3Config:
 
     def same(self, other: Eagle3Config, where: str) -> None:
         """Raise ConfigError on the first field in which a checkpoint's config `other` differs from the built draft."""
-        for field in dataclasses.fields(self):
-            mine, theirs = getattr(self, field.name), getattr(other, field.name)
-            if mine != theirs:
-                raise ConfigError(
-                    f"the checkpoint is of another draft ({field.name})",
-                    found=dataclasses.asdict(theirs) if isinstance(theirs, RopeConfig) else theirs,
-                    needed=dataclasses.asdict(mine) if isinstance(mine, RopeConfig) else mine,
-                    key=f"{where}:{field.name}",
-                )
+        same_fields(self, other, where)
+
+
+def same_fields(built: Any, found: Any, where: str) -> None:
+    """Raise ConfigError on the first field in which two configs (dataclasses of one kind) differ.
+
+    Args:
+        built: of the draft.
+        found: of the checkpoint in the file `where`.
+    """
+    for field in dataclasses.fields(built):
+        mine, theirs = getattr(built, field.name), getattr(found, field.name)
+        if mine != theirs:
+            raise ConfigError(
+                f"the checkpoint is of another draft ({field.name})",
+                found=dataclasses.asdict(theirs) if isinstance(theirs, RopeConfig) else theirs,
+                needed=dataclasses.asdict(mine) if isinstance(mine, RopeConfig) else mine,
+                key=f"{where}:{field.name}",
+            )
 
 
 def read_config(folder: str | Path) -> tuple[dict[str, Any], str]:

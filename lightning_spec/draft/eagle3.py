@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -12,32 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from lightning_spec.attention.rope import RotaryEmbedding
-from lightning_spec.batch import PackedBatch
-from lightning_spec.draft.ahead import Ahead
-from lightning_spec.draft.attention import PassAttention
-from lightning_spec.draft.base import Draft, DraftInputs, DraftOutput, Proposal
-from lightning_spec.draft.chain import PassChain
+from lightning_spec.draft.chained import ChainedDraft
 from lightning_spec.draft.checkpoint import assign, read_tensors, tensor_names, write_checkpoint
 from lightning_spec.draft.config import KEY, Eagle3Config, read_config
-from lightning_spec.draft.full import run_full
 from lightning_spec.draft.layers import DecoderLayer, Linear, RMSNorm
-from lightning_spec.draft.mode import pass_attention, resolve_mode
-from lightning_spec.draft.plan import make_plan
-from lightning_spec.draft.propose import propose
-from lightning_spec.draft.resolve import from_checkpoint, from_policy, resolve_pass_weights
-from lightning_spec.draft.stream import run_stream
-from lightning_spec.draft.tally import Tally, nothing
-from lightning_spec.draft.validity import pass_counts, pass_depth
+from lightning_spec.draft.resolve import from_checkpoint, from_policy
 from lightning_spec.draft.vocab import VocabMap
 from lightning_spec.errors import ConfigError
 from lightning_spec.shapes import PolicyShape
 
-_CHUNK = 7168
-"""Rows times passes of a chunk of the streamed engine: large enough for full speed on a CPU core at hidden size 256."""
 _OWNED_TENSORS = {"lm_head.weight": "own_head", "embed_tokens.weight": "own_embedding"}
 
 
-class Eagle3(Draft):
+class Eagle3(ChainedDraft):
     """A draft of 1 to 4 decoder layers that reads taps of the policy and is trained on its own recycled states.
 
     Arguments left at null are read from `path`'s config.json, or without a path follow the policy. Given ones must
@@ -101,19 +88,9 @@ class Eagle3(Draft):
         chunk_rows: int | None = None,
         seed: int = 0,
     ) -> None:
-        super().__init__()
-        if num_passes < 1:
-            raise ConfigError("no passes", found=num_passes, needed="at least 1", key=f"{KEY}.num_passes")
-        if recycle not in ("full", "detach"):
-            raise ConfigError("bad recycle", found=recycle, needed="full or detach", key=f"{KEY}.recycle")
-        for name, rows in (("rows_per_step", rows_per_step), ("chunk_rows", chunk_rows)):
-            if rows is not None and rows < 1:
-                raise ConfigError(f"bad {name}", found=rows, needed="at least 1 row", key=f"{KEY}.{name}")
-        self.rows_per_step, self.chunk_rows = rows_per_step, chunk_rows or max(1, _CHUNK // num_passes)
-        self.path, self.num_passes, self.recycle, self.seed = path, num_passes, recycle, seed
+        super().__init__(num_passes, recycle, pass_weights, rows_per_step, chunk_rows)
+        self.path, self.seed = path, seed
         self.vocab_map = vocab_map
-        self.pass_weights = resolve_pass_weights(pass_weights, num_passes)
-        self.follows_acceptance = pass_weights == "acceptance"
         self._given: dict[str, Any] = {
             "num_layers": num_layers,
             "hidden_size": hidden_size,
@@ -219,77 +196,18 @@ class Eagle3(Draft):
                     key=f"{KEY}.{name}",
                 )
 
-    def check_length(self, length: int) -> None:
-        longest = self.built().max_positions
-        if length > longest:
-            raise ConfigError(
-                "the draft has fewer positions than a rollout is long",
-                found=f"max_position_embeddings {longest}",
-                needed=f"at least {length}",
-                key=f"{KEY}.max_positions",
-            )
-
-    def set_acceptance(self, by_position: Sequence[float]) -> None:
-        """With `pass_weights: acceptance`: weigh pass i by the measured chance that serving gets there.
-
-        Args:
-            by_position: share of drafts whose proposal at each position was accepted (a running product, as
-                `SpecStats.acceptance_by_position`); equal on every rank. Beyond its end the last rate continues.
-        """
-        if not self.follows_acceptance or not by_position:
-            return
-        weights = [1.0]
-        for reached in by_position:
-            weights.append(min(max(float(reached), 0.0), weights[-1]))
-        rate = weights[-1] / weights[-2] if weights[-2] > 0 else 0.0
-        while len(weights) < self.num_passes:
-            weights.append(weights[-1] * rate)
-        self.pass_weights = tuple(weights[: self.num_passes])
-
-    # ---- training ---------------------------------------------------------------------------------------------------
-
-    def row_products(self) -> float:
-        config = self.built()
-        layers = sum(p.numel() for layer in self.decoder_layers() for p in layer.parameters())
-        # Forward and the gradient of the states; the head's own gradient only where it is the draft's.
-        head = (3 if config.own_head else 2) * config.draft_vocab_size * config.hidden_size
-        return 3 * self.fc.weight.numel() + self.num_passes * (3 * layers + head)
-
-    def counts(self, batch: PackedBatch) -> dict[str, Tensor]:
-        depth = self._depth(batch)
-        counts = pass_counts(depth, self.num_passes).to(torch.float64)
-        return {f"draft_pass_{i}": counts[i] for i in range(self.num_passes)}
-
-    def forward(self, inputs: DraftInputs, loss: Any, totals: Mapping[str, Tensor | float]) -> DraftOutput:
-        self.need_parameters()
-        x = inputs.detached()
-        plan = make_plan(self._depth(x), self.pass_weights, totals, self.rows_per_step, x.seed)
-        if not plan.sizes[0]:  # on every rank alike
-            tally = Tally(self.num_passes, 1.0, x.hidden.device)
-            return DraftOutput(nothing(self.parameters(), x.hidden), tally.metrics())
-        mode = resolve_mode(self, x, plan)
-        if mode == "stream":
-            return run_stream(self, x, loss, plan, self.chunk_rows)
-        return run_full(self, x, loss, plan, pass_attention(self, x, mode))
-
-    def _depth(self, batch: DraftInputs | PackedBatch) -> Tensor:
-        longest = self.built().max_positions
-        return pass_depth(batch.positions, batch.sampled, batch.stop, self.num_passes, longest)
+    # ---- the passes -------------------------------------------------------------------------------------------------
 
     def decoder_layers(self) -> list[DecoderLayer]:
         return [self.midlayer, *(layer for layer in self.layers.values() if isinstance(layer, DecoderLayer))]
 
-    def chain(
-        self,
-        positions: Tensor,
-        attention: Sequence[PassAttention],
-        trunk: Sequence[tuple[Tensor, Tensor]] = (),
-    ) -> PassChain:
-        return PassChain(self.decoder_layers(), self.rope, positions, attention, trunk)
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
 
     def fuse(self, features: Tensor) -> Tensor:
         """[T, n*C] taps to [T, H]."""
-        a = features.to(self.fc.weight.dtype)
+        a = features.to(self.dtype)
         if self.input_norm is not None:
             a = self.input_norm(a)
         if self.fc_norm is not None:
@@ -297,19 +215,20 @@ class Eagle3(Draft):
             a = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         return self.fc(a)
 
-    def embed(self, ahead: Ahead, index: Tensor) -> Tensor:
-        """[R, H], input embeddings of the tokens at `index` of `ahead`."""
-        if self.embed_tokens is None:
-            return ahead.embeddings[index].to(self.fc.weight.dtype)
-        return nn.functional.embedding(ahead.tokens[index], self.embed_tokens.weight)
+    def fuse_products(self) -> int:
+        return self.fc.weight.numel()
+
+    def states_read(self) -> int:
+        return len(self.aux_layer_ids)
+
+    def normed(self, output: Tensor) -> Tensor:
+        return self.norm(output)
 
     def recycled(self, output: Tensor, normed: Tensor) -> Tensor:
-        """The next pass's hidden, from the last layer's output before and after the final norm."""
         hidden = normed if self.built().norm_output else output
         return hidden if self.recycle == "full" else hidden.detach()
 
     def target_ids(self) -> Tensor | None:
-        """int64 [Vd], or None when the draft has the policy's vocabulary."""
         return None if self.d2t is None else self.d2t + torch.arange(self.d2t.numel(), device=self.d2t.device)
 
     def built(self) -> Eagle3Config:
@@ -318,33 +237,6 @@ class Eagle3(Draft):
         return self.config
 
     # ---- serving ----------------------------------------------------------------------------------------------------
-
-    def propose(
-        self,
-        features: Tensor,
-        tokens: Tensor,
-        lengths: list[int],
-        bonus: Tensor,
-        k: int,
-        *,
-        policy_head: Tensor,
-        policy_embedding: Tensor,
-        temperature: float = 0.0,
-        generator: torch.Generator | None = None,
-    ) -> Proposal:
-        self.need_parameters()
-        return propose(
-            self,
-            features,
-            tokens,
-            lengths,
-            bonus,
-            k,
-            policy_head=policy_head,
-            policy_embedding=policy_embedding,
-            temperature=temperature,
-            generator=generator,
-        )
 
     def speculative_config(self, num_speculative_tokens: int) -> dict[str, Any]:
         return {"method": "eagle3", "num_speculative_tokens": num_speculative_tokens}

@@ -26,10 +26,12 @@ from lightning_spec.draft.tensor_ranks import TensorRanks
 from lightning_spec.loss.draft import DraftLoss
 
 if TYPE_CHECKING:
-    from lightning_spec.draft.eagle3 import Eagle3
+    from lightning_spec.draft.chained import ChainedDraft
 
 
-def run_full(draft: Eagle3, x: DraftInputs, loss: DraftLoss, plan: PassPlan, attention: PassAttention) -> DraftOutput:
+def run_full(
+    draft: ChainedDraft, x: DraftInputs, loss: DraftLoss, plan: PassPlan, attention: PassAttention
+) -> DraftOutput:
     """Loss of a micro-batch, with a graph. Some row is valid, on some rank; every rank of the shard calls.
 
     Args:

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_spec.draft.base import DraftInputs
 
 if TYPE_CHECKING:
-    from lightning_spec.draft.eagle3 import Eagle3
+    from lightning_spec.draft.chained import ChainedDraft
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class HeadPart:
     """Which rows of the draft's own head these are; None where it borrows the policy's."""
 
 
-def head_part(draft: Eagle3, x: DraftInputs) -> HeadPart:
+def head_part(draft: ChainedDraft, x: DraftInputs) -> HeadPart:
     """Raises ValueError where the policy's head is not what `x.vocab` says."""
     ids, vocab = draft.target_ids(), x.vocab
     needed = draft.built().vocab_size if vocab is None else vocab.rows

@@ -8,15 +8,27 @@ from torch import Tensor, nn
 
 
 class Linear(nn.Module):
-    """y = x W^T with `weight` [out, in], drawn from the given generator (torch's own draws from the global one)."""
+    """y = x W^T (+ b) with `weight` [out, in], drawn from the given generator (torch's own draws from the global one).
+    A `bias` starts at 0."""
 
-    def __init__(self, inputs: int, outputs: int, dtype: torch.dtype, generator: torch.Generator, gain: float = 1.0):
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        dtype: torch.dtype,
+        generator: torch.Generator,
+        gain: float = 1.0,
+        bias: bool = False,
+    ):
         super().__init__()
         weight = torch.randn(outputs, inputs, generator=generator) * (gain * inputs**-0.5)
         self.weight = nn.Parameter(weight.to(dtype))
+        self.register_parameter("bias", nn.Parameter(torch.zeros(outputs, dtype=dtype)) if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
+        return F.linear(x, self.weight, self.bias)
 
 
 class RMSNorm(nn.Module):
@@ -34,7 +46,13 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """The four projections, under the engine's names."""
+    """The four projections, under the engine's names.
+
+    Args:
+        inputs: width of what is attended from; `hidden`: of the result.
+        bias: of the q, k and v projections (Qwen2).
+        norm_eps: of RMS norms over each head's q and k (Qwen3); None: there are none.
+    """
 
     def __init__(
         self,
@@ -46,19 +64,27 @@ class Attention(nn.Module):
         dtype: torch.dtype,
         generator: torch.Generator,
         out_gain: float,
+        bias: bool = False,
+        norm_eps: float | None = None,
     ):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.q_proj = Linear(inputs, heads * head_dim, dtype, generator)
-        self.k_proj = Linear(inputs, kv_heads * head_dim, dtype, generator)
-        self.v_proj = Linear(inputs, kv_heads * head_dim, dtype, generator)
+        self.q_proj = Linear(inputs, heads * head_dim, dtype, generator, bias=bias)
+        self.k_proj = Linear(inputs, kv_heads * head_dim, dtype, generator, bias=bias)
+        self.v_proj = Linear(inputs, kv_heads * head_dim, dtype, generator, bias=bias)
         self.o_proj = Linear(heads * head_dim, hidden, dtype, generator, out_gain)
+        self.q_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps, dtype)
+        self.k_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps, dtype)
 
     def query(self, c: Tensor) -> Tensor:
-        return self.q_proj(c).view(-1, self.heads, self.head_dim)
+        """[R, heads, head_dim], not rotated."""
+        q = self.q_proj(c).view(-1, self.heads, self.head_dim)
+        return q if self.q_norm is None else self.q_norm(q)
 
     def key(self, c: Tensor) -> Tensor:
-        return self.k_proj(c).view(-1, self.kv_heads, self.head_dim)
+        """[R, kv_heads, head_dim], not rotated."""
+        k = self.k_proj(c).view(-1, self.kv_heads, self.head_dim)
+        return k if self.k_norm is None else self.k_norm(k)
 
     def value(self, c: Tensor) -> Tensor:
         return self.v_proj(c).view(-1, self.kv_heads, self.head_dim)
@@ -77,7 +103,26 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class DecoderLayer(nn.Module):
+class PassLayer(nn.Module):
+    """A decoder layer, split where the attention of a pass sits: `enter`, attention, `leave`. What a draft reads enters
+    the first of its layers."""
+
+    self_attn: Attention
+    mlp: MLP
+    post_attention_layernorm: RMSNorm
+
+    def enter(self, hidden: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor]:
+        """(what q, k and v are made from, residual [R, H]) of the recycled or previous layer's hidden [R, H] and the
+        input embedding [R, H]."""
+        raise NotImplementedError
+
+    def leave(self, attended: Tensor, residual: Tensor) -> Tensor:
+        """The layer's output [R, H] from the attention's [R, heads, head_dim]."""
+        y = residual + self.self_attn.o_proj(attended.flatten(1))
+        return y + self.mlp(self.post_attention_layernorm(y))
+
+
+class DecoderLayer(PassLayer):
     """One layer. The first one reads [norm(embedding) ; norm(hidden)], the others their predecessor's output alone
     (vLLM's llama_eagle3.py)."""
 
@@ -113,8 +158,3 @@ class DecoderLayer(nn.Module):
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
         return torch.cat((self.input_layernorm(embedding), normed), -1), residual
-
-    def leave(self, attended: Tensor, residual: Tensor) -> Tensor:
-        """The layer's output [R, H] from the attention's [R, heads, head_dim]."""
-        y = residual + self.self_attn.o_proj(attended.flatten(1))
-        return y + self.mlp(self.post_attention_layernorm(y))

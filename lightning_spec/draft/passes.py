@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_spec.draft.chain import PassChain
 
 if TYPE_CHECKING:
-    from lightning_spec.draft.eagle3 import Eagle3
+    from lightning_spec.draft.chained import ChainedDraft
 
 _COMPACT = 0.75
 """Rows are compacted when fewer than this share is still valid: it copies every branch key, running on costs less."""
@@ -33,7 +33,7 @@ class Scored:
 
 
 def run_passes(
-    draft: Eagle3,
+    draft: ChainedDraft,
     chain: PassChain,
     output: Tensor,
     depth: Tensor,
@@ -61,7 +61,7 @@ def run_passes(
                 chain.keep(index)
                 hidden, kept = hidden[index], size
             output = chain.step(hidden, embed(chain.rows, i))
-        normed = draft.norm(output)
+        normed = draft.normed(output)
         hidden = draft.recycled(output, normed)
         here = depth[chain.rows] > i
         if bool(here.all()):

@@ -1,4 +1,7 @@
-"""Serving-style forward of EAGLE-3: what vLLM's proposer computes, without its cache. For the reference engine."""
+"""Serving-style forward of a draft that recycles its states: what vLLM's proposer computes, without its cache.
+
+For the reference engine.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,12 @@ from lightning_spec.draft.attention import LocalAttention
 from lightning_spec.draft.base import Proposal
 
 if TYPE_CHECKING:
-    from lightning_spec.draft.eagle3 import Eagle3
+    from lightning_spec.draft.chained import ChainedDraft
 
 
 @torch.no_grad()
 def propose(
-    draft: Eagle3,
+    draft: ChainedDraft,
     features: Tensor,
     tokens: Tensor,
     lengths: list[int],
@@ -29,13 +32,13 @@ def propose(
     temperature: float,
     generator: torch.Generator | None,
 ) -> Proposal:
-    """`Draft.propose` of an EAGLE-3 draft: pass 0 over the verified tokens, then one row a sequence and pass."""
+    """`Draft.propose` of a draft with passes: pass 0 over the verified tokens, then one row a sequence and pass."""
     if not lengths or min(lengths) < 1 or len(lengths) != bonus.numel() or sum(lengths) != tokens.numel():
         raise ValueError(f"lengths {lengths} do not fit {tokens.numel()} tokens and {bonus.numel()} bonus tokens")
-    vocab_size, norm_output = draft.built().vocab_size, draft.built().norm_output
+    vocab_size = draft.built().vocab_size
     table = policy_embedding if draft.embed_tokens is None else draft.embed_tokens.weight
     head = policy_head if draft.lm_head is None else draft.lm_head.weight
-    dtype = draft.fc.weight.dtype
+    dtype = draft.dtype
     wide = torch.promote_types(dtype, torch.float32)
     target = draft.target_ids()
     last = torch.tensor(lengths, device=tokens.device).cumsum(0) - 1
@@ -51,17 +54,17 @@ def propose(
             output = chain.trunk(draft.fuse(features), table[following].to(dtype), last)
         else:
             output = chain.step(hidden, table[chosen[:, i - 1]].to(dtype))
-        normed = draft.norm(output)
-        hidden = normed if norm_output else output
+        normed = draft.normed(output)
+        hidden = draft.recycled(output, normed)
         logits = normed.to(wide) @ head.to(wide).T
         if target is not None:
             reduced, logits = logits, logits.new_full((len(lengths), vocab_size), -torch.inf)
             logits[:, target] = reduced
-        chosen[:, i], probs[:, i] = _choose(logits, temperature, generator)
+        chosen[:, i], probs[:, i] = choose(logits, temperature, generator)
     return Proposal(chosen, probs)
 
 
-def _choose(logits: Tensor, temperature: float, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+def choose(logits: Tensor, temperature: float, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
     """(tokens [B], distributions they come from [B, V]) of logits [B, V]."""
     if temperature <= 0:
         token = logits.argmax(-1)

@@ -36,10 +36,10 @@ from lightning_spec.loss.draft import DraftLoss
 from lightning_spec.loss.heads import prepare_heads
 
 if TYPE_CHECKING:
-    from lightning_spec.draft.eagle3 import Eagle3
+    from lightning_spec.draft.chained import ChainedDraft
 
 
-def run_stream(draft: Eagle3, x: DraftInputs, loss: DraftLoss, plan: PassPlan, chunk_rows: int) -> DraftOutput:
+def run_stream(draft: ChainedDraft, x: DraftInputs, loss: DraftLoss, plan: PassPlan, chunk_rows: int) -> DraftOutput:
     """Loss of a micro-batch; its gradients are formed on the way, and backward only scales them. Some row is valid, on
     some rank; every rank of the shard's and of the vocabulary's group calls.
 
@@ -88,11 +88,11 @@ class _Passed:
 class _Stream:
     """One micro-batch's run."""
 
-    def __init__(self, draft: Eagle3, x: DraftInputs, loss: DraftLoss, plan: PassPlan, chunk_rows: int) -> None:
+    def __init__(self, draft: ChainedDraft, x: DraftInputs, loss: DraftLoss, plan: PassPlan, chunk_rows: int) -> None:
         self.draft, self.x, self.loss, self.plan, self.chunk_rows = draft, x, loss, plan, chunk_rows
         self.shard, self.ranks = x.split, TensorRanks(x.vocab)
         self.gradients = Gradients(draft)
-        self.dtype = draft.fc.weight.dtype
+        self.dtype = draft.dtype
         self.device = x.tokens.device
         self.tally = Tally(draft.num_passes, plan.factor, self.device)
         self.layers = draft.built().num_layers

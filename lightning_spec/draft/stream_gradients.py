@@ -13,13 +13,13 @@ from lightning_spec.draft.base import DraftInputs
 from lightning_spec.draft.head import HeadPart
 
 if TYPE_CHECKING:
-    from lightning_spec.draft.eagle3 import Eagle3
+    from lightning_spec.draft.chained import ChainedDraft
 
 
 class Gradients:
     """Sums of gradients in float32 (float64 for float64) of the parameters that are trained, if any are."""
 
-    def __init__(self, draft: Eagle3) -> None:
+    def __init__(self, draft: ChainedDraft) -> None:
         on = torch.is_grad_enabled()
         self.parameters = [p for p in draft.parameters() if p.requires_grad and on]
         self._sums: list[Tensor | None] = [None] * len(self.parameters)
@@ -77,7 +77,7 @@ class HeadGradient:
     of the whole gradient. A tensor-parallel rank's part of a reduced vocabulary may be any rows: a tensor of its own.
     """
 
-    def __init__(self, gradients: Gradients, draft: Eagle3, part: HeadPart) -> None:
+    def __init__(self, gradients: Gradients, draft: ChainedDraft, part: HeadPart) -> None:
         self._whole = None if draft.lm_head is None else gradients.sum_of(draft.lm_head.weight)
         self._index = part.rows if isinstance(part.rows, Tensor) else None
         self.rows: Tensor | None = None
@@ -93,9 +93,9 @@ class Lookup:
     """Input embeddings of tokens by their global row. The draft's own ones are leaves, whose gradients are added to the
     table's rows: through autograd each pass would make a gradient as large as the table."""
 
-    def __init__(self, draft: Eagle3, x: DraftInputs, gradients: Gradients, ahead: Ahead) -> None:
+    def __init__(self, draft: ChainedDraft, x: DraftInputs, gradients: Gradients, ahead: Ahead) -> None:
         self.x, self.ahead = x, ahead
-        self.dtype = draft.fc.weight.dtype
+        self.dtype = draft.dtype
         self.table = None if draft.embed_tokens is None else draft.embed_tokens.weight
         self.gradient = None if self.table is None else gradients.sum_of(self.table)
         self.leaves: list[Tensor] = []

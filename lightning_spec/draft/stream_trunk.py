@@ -14,7 +14,7 @@ from lightning_spec.draft.stream_gradients import Gradients, Lookup
 from lightning_spec.draft.tensor_ranks import TensorRanks
 
 if TYPE_CHECKING:
-    from lightning_spec.draft.eagle3 import Eagle3
+    from lightning_spec.draft.chained import ChainedDraft
 
 
 class Trunk:
@@ -29,7 +29,7 @@ class Trunk:
     """
 
     def __init__(
-        self, draft: Eagle3, x: DraftInputs, gradients: Gradients, ranks: TensorRanks, chunk_rows: int
+        self, draft: ChainedDraft, x: DraftInputs, gradients: Gradients, ranks: TensorRanks, chunk_rows: int
     ) -> None:
         self.draft, self.x, self.gradients, self.ranks, self.chunk_rows = draft, x, gradients, ranks, chunk_rows
         self.layers = draft.built().num_layers
@@ -56,7 +56,7 @@ class Trunk:
         parts = self._parts()
         first, count = parts[0].start if parts else 0, sum(part.stop - part.start for part in parts)
         shape = (count, 2 * config.num_layers, config.num_kv_heads, config.head_dim)
-        keys = torch.empty(shape, dtype=self.draft.fc.weight.dtype, device=self.rows.device)
+        keys = torch.empty(shape, dtype=self.draft.dtype, device=self.rows.device)
         for part in parts:
             with torch.set_grad_enabled(self.keep and bool(self.gradients)):
                 made, lookup = self._make(part)

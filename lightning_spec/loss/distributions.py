@@ -18,6 +18,18 @@ Index = slice | Tensor
 
 
 @dataclass(slots=True)
+class Label:
+    """The rollout's own token at n rows, under the draft's distribution."""
+
+    column: Tensor
+    """[n] int64, its column of q, -1 where it has none here (on another rank, or nowhere)."""
+    known: Tensor
+    """[n] bool: the row has a label, and the draft has that token (on some rank)."""
+    logprob: Tensor
+    """[n] log q(label), from logits, so finite where q underflows to 0; 0 where it is not `known`."""
+
+
+@dataclass(slots=True)
 class ChunkStatistics:
     """What a row loss may use of one chunk of n rows; it must not change p and q. Vd: the draft's tokens held here."""
 
@@ -36,6 +48,8 @@ class ChunkStatistics:
     own_alpha: Tensor
     """[n] this rank's part of `alpha`."""
     vocab: VocabShard | None = None
+    label: Label | None = None
+    """None: no labels were given."""
     overlap: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
     """What the overlap losses have in common (see `draft.py`), once one of them has formed it."""
     _alpha: Tensor | None = field(default=None, repr=False)
@@ -152,26 +166,73 @@ class Teacher:
         )
 
 
-def statistics(taught: Taught, z: Tensor, scratch: Tensor, heads: Heads) -> ChunkStatistics:
-    """Overwrites the draft's logits z [n, Vd] (with q) and scratch [n, Vd]."""
+def statistics(
+    taught: Taught, z: Tensor, scratch: Tensor, heads: Heads, columns: Tensor | None = None
+) -> ChunkStatistics:
+    """Overwrites the draft's logits z [n, Vd] (with q) and scratch [n, Vd].
+
+    Args:
+        columns: int64 [n], the label's column of z, -1 where it has none here; None: there are no labels.
+    """
     p, mass = taught.p, taught.mass
     m, column = maximum(z)
     z.sub_(m[:, None])
     d = torch.mul(p, z, out=scratch).sum(1)
+    at_label = [] if columns is None else _at_label(z, columns)
     q = z.exp_()
-    found = from_ranks(heads.vocab, [m, q.sum(1), d, heads.names(column).to(m.dtype)])
+    found = from_ranks(heads.vocab, [m, q.sum(1), d, heads.names(column).to(m.dtype), *at_label])
     softmax = SplitSoftmax.of(found[0], found[1])
     q.div_(softmax.divisor(heads.vocab))
+    log_sum = softmax.sum.log()
     # sum p (z - M) from the ranks' sum p (z - m_r): all terms have one sign, so nothing cancels.
     d = (found[2] + taught.shares * softmax.shift).sum(0)
     p_full = p if mass is None else torch.mul(p, mass[:, None], out=scratch)
+    label = None
+    if columns is not None:
+        here = found[5]  # 1 on the rank that has the label, 0 on the others
+        logprob = (found[4] + here * softmax.shift).sum(0) - log_sum
+        known = here.sum(0) > 0
+        label = Label(columns, known, torch.where(known, logprob, 0.0))
     return ChunkStatistics(
         p=p,
         q=q,
-        cross_entropy=softmax.sum.log() - d,
+        cross_entropy=log_sum - d,
         teacher_top=taught.top,
         draft_top=softmax.of_winner(found[3]).to(torch.int64),
         mass=mass,
         own_alpha=torch.minimum(p_full, q, out=scratch).sum(1),
         vocab=heads.vocab,
+        label=label,
     )
+
+
+def _at_label(z: Tensor, columns: Tensor) -> list[Tensor]:
+    """z [n, Vd] at the label, 0 where it has no column here, and 1 or 0 for whether it has one; [n] each."""
+    here = columns >= 0
+    if not z.shape[1]:
+        return [z.new_zeros(columns.shape), here.to(z.dtype)]
+    values = z.gather(1, columns.clamp(min=0)[:, None]).squeeze(1)
+    return [torch.where(here, values, 0.0), here.to(z.dtype)]
+
+
+def label_columns(labels: Tensor, scored: Tensor, heads: Heads) -> Tensor:
+    """int64 [R], the row of the draft's head that each label (a target id, -1: none) has on this rank, or -1.
+
+    Only the `scored` rows' labels are read.
+
+    Raises:
+        ValueError: a label outside the vocabulary; the same on every rank.
+    """
+    labels = torch.where(scored, labels, -1)
+    size = heads.teacher.shape[0] if heads.vocab is None else heads.vocab.size
+    if labels.numel() and int(labels.max()) >= size:
+        raise ValueError(f"label {int(labels.max())} is outside the vocabulary of {size} tokens")
+    rows = heads.teacher.shape[0]
+    here = (labels >= heads.start) & (labels < heads.start + rows)
+    own = torch.where(here, labels - heads.start, 0)
+    if heads.columns is not None:
+        # At least one, for a rank without tokens.
+        places = torch.full((max(1, rows),), -1, dtype=torch.int64, device=labels.device)
+        places[heads.columns] = torch.arange(heads.columns.numel(), device=labels.device)
+        own = places[own]
+    return torch.where(here, own, -1)

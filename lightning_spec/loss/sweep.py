@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_spec.loss.chunks import exact_math
-from lightning_spec.loss.distributions import Buffer, ChunkStatistics, Index, Teacher, statistics
+from lightning_spec.loss.distributions import Buffer, ChunkStatistics, Index, Teacher, label_columns, statistics
 from lightning_spec.loss.heads import Heads
 
 OutOfVocabulary = Literal["renormalise", "drop"]
@@ -46,6 +46,26 @@ class Swept:
     """bool [R]."""
     d_hidden: Tensor | None
     """[R, C], the gradient of `total`."""
+    label_prob: Tensor
+    """[R] q(label); 0 where there is no label, or the draft lacks it."""
+
+
+@dataclass(slots=True)
+class LowRank:
+    """A low-rank addition to the draft's logits, z += rows @ table.T, and buffers for its gradients (None: not needed).
+
+    Gradients of `total` are added to the buffers. With a split vocabulary `table` is the rank's rows, as the draft's
+    head is, and what is added to `d_rows` is complete on each rank.
+    """
+
+    rows: Tensor
+    """[R, r]."""
+    table: Tensor
+    """[Vd, r]."""
+    d_rows: Tensor | None = None
+    """[R, r], in the math dtype."""
+    d_table: Tensor | None = None
+    """[Vd, r], in the math dtype."""
 
 
 @dataclass(slots=True)
@@ -68,16 +88,20 @@ def sweep(
     *,
     need_hidden: bool,
     d_head: Tensor | None,
+    labels: Tensor | None = None,
+    bias: LowRank | None = None,
 ) -> Swept:
     """Loss and gradients of the `scored` rows (bool [R]); the other arguments as in `DraftLoss.__call__`.
 
     With the vocabulary split over ranks, all of them call with the same rows. They talk once for each block of teacher
-    rows, once (the overlap losses twice) for each chunk of draft rows, and at the end sum alpha and the hidden
-    gradient, so that everything returned is complete on each.
+    rows, once (the overlap losses twice) for each chunk of draft rows, and at the end sum alpha and the gradients of
+    `hidden` and of the bias's rows, so that everything returned is complete on each.
 
     Args:
         need_hidden: whether to form the gradient of `hidden`.
         d_head: [Vd, C] in the math dtype; the head's gradient is added to it. None: it is not needed.
+        labels: int64 [R], target ids, -1: none.
+        bias: added to the draft's logits.
     """
     device, W, vocab = hidden.device, heads.draft, heads.vocab
     dtype, R = W.dtype, hidden.shape[0]
@@ -88,7 +112,11 @@ def sweep(
         alpha=torch.zeros(R, dtype=dtype, device=device),
         valid=scored.clone(),
         d_hidden=torch.zeros_like(hidden, dtype=dtype) if need_hidden else None,
+        label_prob=torch.zeros(R, dtype=dtype, device=device),
     )
+    columns = None if labels is None else label_columns(labels, scored, heads)
+    added = None if bias is None else _Added(bias, dtype)
+    need_dz = need_hidden or d_head is not None or (added is not None and added.needs_dz)
     teacher = Teacher(heads, loss.teacher_temperature, loss.out_of_vocab == "drop")
     z_buffer, scratch_buffer = (Buffer(W.shape[0], dtype, device) for _ in range(2))
     with exact_math(device):
@@ -100,10 +128,14 @@ def sweep(
                 taught = teacher.at(group.places)
                 z, scratch = z_buffer.rows(n), scratch_buffer.rows(n)
                 torch.mm(h, W.T, out=z)
-                stats = statistics(taught, z, scratch, heads)
+                if added is not None:
+                    added.add_(z, rows)
+                stats = statistics(taught, z, scratch, heads, None if columns is None else columns[rows])
                 out.alpha[rows] = stats.own_alpha
                 out.agree[rows] = stats.draft_top == stats.teacher_top
-                each = loss.rows(stats, scratch if need_hidden or d_head is not None else None)
+                if stats.label is not None:
+                    out.label_prob[rows] = stats.label.logprob.exp() * stats.label.known
+                each = loss.rows(stats, scratch if need_dz else None)
                 if taught.known is not None:
                     out.valid[rows] = taught.known
                     w, each = w * taught.known, each * taught.known
@@ -114,11 +146,41 @@ def sweep(
                     out.d_hidden[rows] = (scratch @ W).mul_(w[:, None])
                 if d_head is not None:
                     d_head.addmm_(scratch.T, h * w[:, None])
+                if added is not None:
+                    added.backward(scratch, rows, w)
     if vocab is not None and R:
         vocab.sum_(out.alpha)
         if out.d_hidden is not None:
             vocab.sum_(out.d_hidden)
+        if added is not None and added.d_rows is not None:
+            vocab.sum_(added.d_rows)
+    if bias is not None and bias.d_rows is not None and added is not None and added.d_rows is not None:
+        bias.d_rows += added.d_rows
     return out
+
+
+class _Added:
+    """A `LowRank` in the math dtype during one sweep."""
+
+    def __init__(self, bias: LowRank, dtype: torch.dtype) -> None:
+        self.rows, self.table, self.dtype = bias.rows.detach(), bias.table.detach().to(dtype), dtype
+        # Its own: the buffer may hold another sweep's gradient, which must not be summed over ranks once more.
+        self.d_rows = None if bias.d_rows is None else torch.zeros_like(bias.d_rows)
+        self.d_table = bias.d_table
+
+    @property
+    def needs_dz(self) -> bool:
+        return self.d_rows is not None or self.d_table is not None
+
+    def add_(self, z: Tensor, rows: Index) -> None:
+        z.addmm_(self.rows[rows].to(self.dtype), self.table.T)
+
+    def backward(self, dz: Tensor, rows: Index, weight: Tensor) -> None:
+        """From the gradient of the logits, dz [n, Vd], and the row weights [n]."""
+        if self.d_rows is not None:
+            self.d_rows[rows] = (dz @ self.table).mul_(weight[:, None])
+        if self.d_table is not None:
+            self.d_table.addmm_(dz.T, self.rows[rows].to(self.dtype) * weight[:, None])
 
 
 def blocks(scored: Tensor, teacher_rows: Tensor | None, size: int) -> Iterator[tuple[Index, list[Group]]]:

@@ -28,6 +28,11 @@ def micro_seed(seed: int, step: int, data_rank: int, index: int) -> int:
     return _number(f"{seed}/{step}/{data_rank}/{index}", 7)
 
 
+def document_seed(seed: int, step: int, data_rank: int, rollout_index: int) -> int:
+    """As `micro_seed`, of one document's own draws: whatever micro-batch the document lies in."""
+    return _number(f"{seed}/{step}/{data_rank}/document {rollout_index}", 7)
+
+
 def _number(text: str, size: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=size).digest(), "little")
 

@@ -36,6 +36,13 @@ class TapParts:
     """[rows, C] on the chunk that holds the embedding."""
 
 
+def side_by_side(layers: Sequence[Tensor], like: Tensor) -> Tensor:
+    """[T, n * C] of n tensors [T, C]; without any [T, 0], of the type and place of `like` [T, .]."""
+    if len(layers) == 1:
+        return layers[0]
+    return torch.cat(tuple(layers), -1) if layers else like.new_empty(like.shape[0], 0)
+
+
 def tap_owner(layout: Sequence[int], ids: Iterable[int]) -> dict[int, int]:
     """The virtual stage that records each tap: the one whose layer reads it, or the last one for the final norm's.
 
@@ -49,7 +56,9 @@ def tap_owner(layout: Sequence[int], ids: Iterable[int]) -> dict[int, int]:
 def check_layer_ids(ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
     """The ids in ascending order; ConfigError where they collide or a policy of `num_layers` layers lacks one."""
     key = "draft.aux_layer_ids"
-    if len(set(ids)) != len(ids) or not ids:
+    if not ids:
+        raise ConfigError("no tap layers", found=list(ids), needed="at least one layer id", key=key)
+    if len(set(ids)) != len(ids):
         raise ConfigError("tap layers collide", found=list(ids), needed="distinct layer ids", key=key)
     if any(k < 0 or k > num_layers for k in ids):
         raise ConfigError("tap layer out of range", found=list(ids), needed=f"ids from 0 to {num_layers}", key=key)
@@ -62,6 +71,7 @@ class TapRecorder:
     Id k is the stream *before* layer k, transformers' `hidden_states[k]`; 0 is the embedding, and the number of layers
     L is the output of the last layer before the final norm (which transformers does not return). Every chunk is given
     the same ids, which are checked against the whole model's layers, and records those that it reads (`tap_owner`).
+    Without ids the embeddings are recorded alone.
 
     Only what runs inside the model's own forward is recorded: a layer that activation recompute runs again in
     backward does not record a second time. A forward pass replaces what an earlier one left.
@@ -74,7 +84,7 @@ class TapRecorder:
     def __init__(self, model: nn.Module, layer_ids: Sequence[int]) -> None:
         policy = unwrap(model)
         last = policy.config.num_layers
-        self.layer_ids = check_layer_ids(layer_ids, last)
+        self.layer_ids = check_layer_ids(layer_ids, last) if layer_ids else ()
         self.enabled = True
         """False: forward passes are not recorded (scoring, validation), so nothing outlives them."""
         self._recording = False
@@ -105,8 +115,7 @@ class TapRecorder:
                 f"this chunk of the policy records layers {list(self.own_ids)} of {list(self.layer_ids)} and "
                 f"{'no' if parts.embeddings is None else 'the'} embeddings: take_parts() gives what it has"
             )
-        ordered = list(parts.features.values())
-        return Taps(torch.cat(ordered, dim=-1) if len(ordered) > 1 else ordered[0], parts.embeddings)
+        return Taps(side_by_side(list(parts.features.values()), parts.embeddings), parts.embeddings)
 
     def take_parts(self) -> TapParts:
         """What this chunk has of the last forward pass's taps; forgets them."""

@@ -202,6 +202,15 @@ class ChildProcess:
     def alive(self) -> bool:
         return self._owner == os.getpid() and self._process.poll() is None
 
+    def note_shared(self) -> None:
+        """Remember which files in shared memory belong to the child and its workers.
+
+        To be called while all of them live: a file of two processes that die at once can no longer be told from
+        other people's, and `kill` ends the process of Python's that would have removed it.
+        """
+        if self.alive:
+            self._shared |= shared_files(self._process.pid)
+
     def request(self, *message: Any, timeout_s: float, on_progress: Callable[[int, int], None] | None = None) -> Any:
         """Send a request and wait for its answer, at most `timeout_s` seconds.
 

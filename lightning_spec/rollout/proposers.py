@@ -23,7 +23,8 @@ class Context:
     tokens: list[int]
     """All n tokens; the last one, the bonus token, has not been through the policy yet."""
     features: Tensor | None
-    """[n-1, taps*C], the policy's hidden states at `aux_layer_ids`, ascending, concatenated; None without taps."""
+    """[n-1, taps*C], the policy's hidden states at `aux_layer_ids`, ascending, concatenated; [n-1, C], its final-normed
+    states, for a proposer that `reads_hidden`; None for one that reads neither."""
     head: Tensor
     """[V, C], the policy's."""
     embedding: Tensor
@@ -36,7 +37,11 @@ class Proposer(ABC):
     """Drafts tokens after a context. It may propose fewer than asked for, none included."""
 
     aux_layer_ids: tuple[int, ...] = ()
-    """Layers whose input it wants to see; () for none."""
+    """Layers whose input it wants to see; () for none. Id L is what the last layer gives, before the final norm."""
+    reads_hidden: bool = False
+    """Whether it wants the policy's final-normed states instead."""
+    longest_proposal: int | None = None
+    """Most tokens that it can propose at once; None: any number."""
 
     @abstractmethod
     def propose(self, context: Context, k: int) -> tuple[list[int], Tensor]:
@@ -86,12 +91,15 @@ class DraftProposer(Proposer):
 
     Args:
         folder: its checkpoint. class_path: dotted path of the Draft class. shape: the policy's sizes.
+        confidence_threshold: a proposal ends before the first token that the draft is less sure of; None: never.
 
     Raises:
         ConfigError: no such class, or a draft that does not fit the policy.
     """
 
-    def __init__(self, folder: Path, class_path: str, shape: PolicyShape) -> None:
+    def __init__(
+        self, folder: Path, class_path: str, shape: PolicyShape, confidence_threshold: float | None = None
+    ) -> None:
         module, _, name = class_path.rpartition(".")
         try:
             kind: Any = getattr(importlib.import_module(module), name)
@@ -104,8 +112,20 @@ class DraftProposer(Proposer):
             ) from error
         self.draft = kind(path=str(folder))
         self.draft.build(shape)
+        if confidence_threshold is not None:
+            if getattr(self.draft, "confidence_head", None) is None:
+                raise ConfigError(
+                    "the draft has no confidence head",
+                    found=confidence_threshold,
+                    needed="null, or a DSpark draft with confidence: true",
+                    key="rollout.engine.confidence_threshold",
+                )
+            self.draft.confidence_threshold = confidence_threshold
         self.draft.eval()
-        self.aux_layer_ids = tuple(self.draft.aux_layer_ids)
+        self.reads_hidden = bool(self.draft.reads_hidden)
+        self.aux_layer_ids = () if self.reads_hidden else tuple(self.draft.aux_layer_ids)
+        # A block drafter proposes at most its block; others go on for as long as they are asked.
+        self.longest_proposal = getattr(self.draft.config, "proposals", None)
 
     @torch.no_grad()
     def propose(self, context: Context, k: int) -> tuple[list[int], Tensor]:
@@ -113,8 +133,9 @@ class DraftProposer(Proposer):
         if k == 0 or not verified:
             # A one-token prompt has no taps before its first forward.
             return [], torch.zeros(0, context.head.shape[0], dtype=torch.float64)
+        features = context.features
         proposal = self.draft.propose(
-            context.features,
+            torch.zeros(len(verified), 0) if features is None else features,
             torch.tensor(verified),
             [len(verified)],
             torch.tensor([context.tokens[-1]]),

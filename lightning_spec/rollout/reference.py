@@ -30,6 +30,7 @@ from lightning_spec.rollout.engine import (
     checkpoint_specs,
 )
 from lightning_spec.rollout.proposers import Context, DraftProposer, NgramProposer, Proposer
+from lightning_spec.rollout.reference_taps import Taps
 from lightning_spec.rollout.sampling import target_probs, token_logprob, verify
 from lightning_spec.shapes import PolicyShape
 
@@ -55,6 +56,8 @@ class ReferenceEngine(Engine):
         method: `draft` runs the draft named by EngineFiles, `ngram` looks the context up, `none` drafts nothing.
         num_speculative_tokens: k, the most tokens drafted before each verification.
         ngram_longest, ngram_shortest: n-gram sizes of method `ngram`.
+        confidence_threshold: a proposal ends before the first token that the draft is less sure of; for drafts with a
+            confidence head.
         proposer: an object to draft with instead, for tests and experiments; overrides `method`.
     """
 
@@ -64,6 +67,7 @@ class ReferenceEngine(Engine):
         num_speculative_tokens: int = 3,
         ngram_longest: int = 4,
         ngram_shortest: int = 1,
+        confidence_threshold: float | None = None,
         proposer: Proposer | None = None,
     ) -> None:
         if method not in ("none", "ngram", "draft"):
@@ -77,11 +81,19 @@ class ReferenceEngine(Engine):
                 needed="at least 1 (method: none drafts nothing)",
                 key="rollout.engine.num_speculative_tokens",
             )
-        self.method, self.k = method, num_speculative_tokens
+        if confidence_threshold is not None and not 0 <= confidence_threshold <= 1:
+            raise ConfigError(
+                "bad confidence_threshold",
+                found=confidence_threshold,
+                needed="a number from 0 to 1, or null",
+                key="rollout.engine.confidence_threshold",
+            )
+        self.method, self.k, self.confidence_threshold = method, num_speculative_tokens, confidence_threshold
         self._proposer = proposer
         if proposer is None and method == "ngram":
             self._proposer = NgramProposer(ngram_longest, ngram_shortest)
         self._model: Any = None
+        self._taps: Taps | None = None
         self._specs: dict[str, TensorSpec] = {}
         self._draft_specs: dict[str, TensorSpec] = {}
         self._stats = SpecStats()
@@ -115,16 +127,31 @@ class ReferenceEngine(Engine):
                     needed="a draft's folder and class",
                     key="rollout.engine.method",
                 )
-            self._proposer = DraftProposer(files.draft, files.draft_class, shape)
+            self._proposer = DraftProposer(files.draft, files.draft_class, shape, self.confidence_threshold)
+        self._check_k()
         self._model = model.eval().requires_grad_(False)
+        if self._proposer is not None:
+            self._taps = Taps(model, self._proposer.aux_layer_ids, self._proposer.reads_hidden)
         self.max_positions = shape.max_positions
         self.version = 0
+
+    def _check_k(self) -> None:
+        most = None if self._proposer is None else self._proposer.longest_proposal
+        if most is not None and self.k > most:
+            raise ConfigError(
+                "more proposals than the draft's block gives",
+                found=self.k,
+                needed=f"at most {most}, or a draft with a larger block (model.draft.init_args.block_size)",
+                key="rollout.engine.num_speculative_tokens",
+            )
 
     def stats(self) -> SpecStats:
         return self._stats
 
     def close(self) -> None:
-        self._model = None
+        if self._taps is not None:
+            self._taps.close()
+        self._model = self._taps = None
 
     # Weights
 
@@ -170,7 +197,7 @@ class ReferenceEngine(Engine):
 
     # Generation
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, on_progress: Progress | None = None
     ) -> list[Completion]:
@@ -273,17 +300,16 @@ class ReferenceEngine(Engine):
     def _forward(self, state: _Sequence, drafted: list[int]) -> Tensor:
         """Logits [len(drafted)+1, V] of the rows that predict the drafted tokens and the one after them."""
         fresh = state.tokens[state.cache.get_seq_length() :] + drafted
-        ids = () if self._proposer is None else self._proposer.aux_layer_ids
         out = self._model(
             input_ids=torch.tensor([fresh]),
             past_key_values=state.cache,
             use_cache=True,
-            output_hidden_states=bool(ids),
             logits_to_keep=len(drafted) + 1,
         )
-        if ids:
-            state.features.append(torch.cat([out.hidden_states[i][0] for i in sorted(ids)], dim=-1))
-        return out.logits[0]
+        if self._taps is not None and (read := self._taps.take()) is not None:
+            state.features.append(read)
+        logits: Tensor = out.logits[0]
+        return logits
 
 
 def _most(request: Request, sampling: Sampling) -> int:

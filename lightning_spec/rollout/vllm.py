@@ -134,6 +134,7 @@ class VLLMEngine(Engine):
         try:
             settings = self._settings(files, on_gpu)
             self.facts = self._child.request("start", settings, self._probes(on_gpu), timeout_s=self.start_timeout_s)
+            self._child.note_shared()
             self._check_aliasing()
         except BaseException:
             self.close()

@@ -155,6 +155,9 @@ class WorkerExtension:
 
 _PARTS = {"q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv_proj", 2)}
 _PARTS |= {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
+_MTP = "model.mtp_layers.0."
+_MTP_BLOCK = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
+"""Parts of an MTP head that the engine holds in a decoder layer of its own."""
 
 
 def effective(
@@ -209,6 +212,10 @@ def _part_of(module: Any, values: Tensor, part: int, rank: int, ranks: int) -> t
 
 def _resolve(model: nn.Module, name: str) -> tuple[Any, str, int | None]:
     renamed = name.replace("midlayer.", "layers.0.").replace("d2t", "draft_id_to_target_id")
+    if name.startswith(_MTP):
+        inner = name.removeprefix(_MTP)
+        block = "mtp_block." if inner.split(".")[0] in _MTP_BLOCK else ""
+        renamed = f"mtp_layers.{model.get_submodule('model').mtp_start_layer_idx}.{block}{inner}"
     for candidate in (renamed, f"model.{renamed}"):
         path, _, leaf = candidate.rpartition(".")
         before, _, last = path.rpartition(".")

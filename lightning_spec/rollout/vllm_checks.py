@@ -11,6 +11,7 @@ from lightning_spec.errors import ConfigError
 from lightning_spec.rollout.engine import EngineFiles, Request, Sampling
 from lightning_spec.rollout.speculation import KEY as SPECULATION
 from lightning_spec.rollout.speculation import Speculation
+from lightning_spec.rollout.vllm_methods import check_method
 
 if TYPE_CHECKING:
     from lightning_spec.rollout.vllm import VLLMEngine
@@ -168,11 +169,17 @@ def check_draft(
     """Refuse a draft that vLLM would load but serve wrongly, or fail on after minutes.
 
     Raises:
-        ConfigError: no draft; another vocabulary; another width; aux layers that do not exist or collide; too few
-            positions (vLLM would clamp them); another rotary base.
+        ConfigError: no draft, or one of another method; another vocabulary; another width; aux layers that do not exist
+            or collide; no mask token; more proposals than its block has; too few positions (vLLM would clamp them); a
+            method that this machine cannot serve.
     """
-    if speculation.method == "mtp":
-        return  # heads inside the policy's own checkpoint
+    if speculation.method == "dspark" and on_cpu:
+        raise ConfigError(
+            "vLLM serves DSpark on a GPU alone",
+            found="method dspark on a CPU",
+            needed="the reference engine (-c configs/rollout/reference.yaml), or a CUDA machine",
+            key=f"{SPECULATION}.method",
+        )
     if files.draft is None:
         raise ConfigError(
             f"speculation method {speculation.method!r} needs a draft",
@@ -199,29 +206,4 @@ def check_draft(
             needed=f"at least {needed}",
             key=f"{key}:max_position_embeddings",
         )
-    if speculation.method == "eagle3":
-        _check_eagle3(draft, policy, key)
-
-
-def _check_eagle3(draft: dict[str, Any], policy: dict[str, Any], key: str) -> None:
-    width = draft.get("target_hidden_size", draft.get("hidden_size"))
-    if width != policy.get("hidden_size"):
-        raise ConfigError(
-            "the draft was made for another hidden size",
-            found=width,
-            needed=policy.get("hidden_size"),
-            key=f"{key}:target_hidden_size",
-        )
-    layers = int(policy["num_hidden_layers"])
-    nested = draft.get("eagle_config") or {}
-    ids = draft.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids")
-    default = ids is None
-    ids = [2, layers // 2, layers - 3] if ids is None else list(ids)
-    if len(set(ids)) != len(ids) or min(ids) < 0 or max(ids) > layers:
-        raise ConfigError(
-            f"aux layers of a policy with {layers} layers collide or do not exist"
-            + (" (the default 2, L//2, L-3 needs 7 layers)" if default else ""),
-            found=ids,
-            needed=f"distinct ids in 0..{layers}",
-            key=f"{key}:eagle_aux_hidden_state_layer_ids",
-        )
+    check_method(speculation, files.draft, draft, policy)

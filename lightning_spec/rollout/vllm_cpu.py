@@ -7,6 +7,7 @@ named ones alone; tests use it to show that each work-round is needed.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ DFLASH_BUFFERS = "dflash_buffers"
 DFLASH_K_NORM = "dflash_k_norm"
 ALIASING = "aliasing"
 EXPERTS_RELOAD = "experts_reload"
+MTP_CONFIG = "mtp_config"
 KEEP_VARIABLE = "LIGHTNING_SPEC_KEEP_DEFECTS"
 
 
@@ -164,6 +166,54 @@ def mend_aliasing() -> None:
     SpecDecodeBaseProposer._maybe_share_embeddings = maybe_share_embeddings
 
 
+# --- An MTP head is built from the policy's config.json, even where it has a folder of its own -----------------------
+
+
+class _WasReadError(Exception):
+    """Whose config was read first."""
+
+
+class _Watched:
+    def __init__(self, whose: str) -> None:
+        self._whose = whose
+
+    def __getattr__(self, name: str) -> Any:
+        raise _WasReadError(self._whose)
+
+
+def mtp_config_is_the_policy_s() -> bool:
+    from vllm.model_executor.models.mimo_mtp import MiMoMTP
+
+    def watched(whose: str) -> SimpleNamespace:
+        return SimpleNamespace(hf_config=_Watched(whose), cache_config=None, quant_config=None)
+
+    speculative = SimpleNamespace(draft_model_config=watched("draft"))
+    try:
+        MiMoMTP(vllm_config=SimpleNamespace(model_config=watched("policy"), speculative_config=speculative))
+    except _WasReadError as error:
+        return str(error) == "policy"
+    except Exception:
+        return False
+    return False
+
+
+def mend_mtp_config() -> None:
+    """Build the head from its own config.json, so that it can stand beside any policy. Its layer is numbered after the
+    policy's, as in MiMo itself: the engine knows keys and values by that number."""
+    from vllm.model_executor.models.mimo_mtp import MiMoMTP
+
+    make = MiMoMTP.__init__
+
+    def init(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
+        own, model = copy.copy(vllm_config), copy.copy(vllm_config.speculative_config.draft_model_config)
+        model.hf_config = copy.copy(model.hf_config)
+        model.hf_config.num_hidden_layers = vllm_config.model_config.hf_config.num_hidden_layers
+        own.model_config = model
+        make(self, vllm_config=own, prefix=prefix)
+
+    MiMoMTP.__init__ = init
+
+
 # --- All that is replaced when the engine starts --------------------------------------------------------------------
 
 
@@ -180,6 +230,7 @@ MENDS = (
     Mend(EMPTY_TOP_K, False, empty_top_k_is_broken, mend_empty_top_k),
     Mend(DFLASH_K_NORM, True, k_norm_is_broken, mend_k_norm),
     Mend(ALIASING, False, aliasing_is_present, mend_aliasing),
+    Mend(MTP_CONFIG, False, mtp_config_is_the_policy_s, mend_mtp_config),
     Mend(EXPERTS_RELOAD, True, vllm_experts.reload_is_broken, vllm_experts.mend_reload),
 )
 

@@ -12,7 +12,7 @@ import random
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -38,6 +38,7 @@ from lightning_spec.attention import (
     ulysses_branch_attention,
 )
 from lightning_spec.attention.context import TRAFFIC
+from tests.distributed.claims import Claims
 
 MODES = {"ring": (ring_attention, ring_branch_attention), "ulysses": (ulysses_attention, ulysses_branch_attention)}
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 8e-2}
@@ -55,29 +56,6 @@ class Case:
     rows: list[int] | None = None
     seed: int = 0
     dim: int = 8
-
-
-@dataclass
-class Claims:
-    failed: dict[str, list[str]] = field(default_factory=dict)
-    checks: dict[str, int] = field(default_factory=dict)
-
-    def check(self, claim: str, good: bool, message: str) -> None:
-        """Failures are kept, not raised: the other ranks are in the same messages."""
-        self.checks[claim] = self.checks.get(claim, 0) + 1
-        if not good:
-            self.failed.setdefault(claim, []).append(message)
-
-    def close(self, claim: str, found: Tensor, wanted: Tensor, tolerance: float, message: str) -> None:
-        good = found.shape == wanted.shape
-        good = good and torch.allclose(found.double(), wanted.double(), rtol=tolerance, atol=tolerance)
-        self.check(claim, good, message if good else f"{message}: {_difference(found, wanted)}")
-
-
-def _difference(found: Tensor, wanted: Tensor) -> str:
-    if found.shape != wanted.shape:
-        return f"shapes {tuple(found.shape)} and {tuple(wanted.shape)}"
-    return f"largest difference {float((found.double() - wanted.double()).abs().max()):.2e}"
 
 
 def inputs_of(case: Case, dtype: torch.dtype) -> list[Tensor]:

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from draft_worker import EXAMPLES, Example, build, make, split
 
 from lightning_spec.attention.context import Context
-from lightning_spec.draft import DraftInputs, Eagle3
+from lightning_spec.draft import DraftInputs
+from lightning_spec.draft.chained import ChainedDraft
 from lightning_spec.loss.draft import LK, DraftLoss, SoftCrossEntropy, TotalVariation, Weighted
 from lightning_spec.loss.vocab import VocabShard
 
@@ -46,6 +47,7 @@ WITH_CONTEXT = (
     "two layers",
     "three layers, all norms, owned",
     "sampled rows",
+    "mtp",
     "float32",
     *MORE,
 )
@@ -58,6 +60,7 @@ ON_FOUR = (
     "reduced vocabulary",
     "two layers",
     "sampled rows",
+    "mtp",
     "own head, two layers, own embedding",
 )
 """Examples for four tensor-parallel ranks."""
@@ -87,7 +90,7 @@ class Layout:
         return split(x, Context.of(self.context)) if dist.get_world_size(self.context) > 1 else x
 
 
-def measure(draft: Eagle3, x: DraftInputs, totals: Any, loss: DraftLoss) -> tuple[dict[str, Any], dict[str, Any]]:
+def measure(draft: ChainedDraft, x: DraftInputs, totals: Any, loss: DraftLoss) -> tuple[dict[str, Any], dict[str, Any]]:
     """(loss and metric sums, gradients), by name."""
     draft.zero_grad(set_to_none=True)
     out = draft(x, loss, totals)

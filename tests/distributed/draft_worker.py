@@ -23,7 +23,8 @@ from conftest import _inputs, _shape
 
 from lightning_spec.attention.context import Context
 from lightning_spec.attention.zigzag import Shard, Zigzag
-from lightning_spec.draft import DraftInputs, Eagle3, VocabMap
+from lightning_spec.draft import MTP, DraftInputs, Eagle3, VocabMap
+from lightning_spec.draft.chained import ChainedDraft
 from lightning_spec.errors import ConfigError
 from lightning_spec.loss.draft import LK, SoftCrossEntropy
 
@@ -40,6 +41,7 @@ class Example:
     dtype: torch.dtype = torch.float64
     modes: Sequence[str] = MODES
     seed: int = 0
+    mtp: bool = False
 
 
 # Heads are multiples of 4, so that ulysses divides them.
@@ -73,12 +75,20 @@ EXAMPLES = {
     ),
     "sampled rows": Example([15, 9], {"num_passes": 3, "rows_per_step": 7, "chunk_rows": 2}, seed=5),
     "sampled rows, two layers": Example([15, 9], {"num_passes": 2, "rows_per_step": 3, "num_layers": 2}, seed=6),
+    "mtp": Example([13, 1, 6, 2, 9], {"num_passes": 3, "num_kv_heads": 4, "chunk_rows": 3}, mtp=True),
+    "mtp, loss on the last quarter, float32": Example(
+        [24], {"num_passes": 4, "num_kv_heads": 4, "chunk_rows": 2}, first=18, dtype=torch.float32, mtp=True
+    ),
     "float32": Example([13, 6, 9], {"num_passes": 4, "chunk_rows": 3}, dtype=torch.float32),
     "float32, two layers": Example([19, 5], {"num_passes": 3, "num_layers": 2}, dtype=torch.float32),
 }
 
 
-def build(example: Example, dtype: torch.dtype) -> Eagle3:
+def build(example: Example, dtype: torch.dtype) -> ChainedDraft:
+    if example.mtp:
+        head = MTP(**example.options)
+        head.build(_shape(), dtype=dtype, seed=3)
+        return head
     draft = Eagle3(**(MHA | example.options))
     if "draft_vocab_size" in example.options:
         draft.use_vocab_map(VocabMap(torch.tensor([1, 4, 5, 11, 22][: example.options["draft_vocab_size"]]), 23))
@@ -105,7 +115,7 @@ def split(x: DraftInputs, context: Context) -> DraftInputs:
     )
 
 
-def measure(draft: Eagle3, x: DraftInputs, totals: Any, loss: Any) -> dict[str, torch.Tensor]:
+def measure(draft: ChainedDraft, x: DraftInputs, totals: Any, loss: Any) -> dict[str, torch.Tensor]:
     """Loss, gradients and metric sums, by name."""
     draft.zero_grad(set_to_none=True)
     out = draft(x, loss, totals)

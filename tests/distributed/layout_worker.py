@@ -1,15 +1,20 @@
-"""One rank of test_layouts.py: `python layout_worker.py OUT FOLDERS LAYOUT ...`, a world of as many processes as
-each layout has ranks.
+"""The ranks of test_layouts.py: `python layout_worker.py OUT FOLDERS LAYOUT ...`, one world after the other of as many
+processes as the layouts have ranks. They are forks: what takes longest is to import.
 
-Trains the real module for three steps of recorded rollouts under every layout, writes OUT/LAYOUT-RANK.pt.
+Trains the real module for a few steps of recorded rollouts under every layout, writes OUT/LAYOUT-RANK.pt.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
 import threading
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +22,42 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import lightning as L
 import torch
-from context_worker import BUDGET, Recorded, Typed, disturbed, grpo, quiet
+from context_worker import BUDGET, Recorded, Typed, disturbed, grpo, quiet, step_rollouts
 from launch import free_port
 from torch import Tensor
 
 from callbacks.checkpoint import SpecCheckpoint
+from lightning_spec import draft as drafts
 from lightning_spec.batch import StepBatch
-from lightning_spec.draft import Eagle3
+from lightning_spec.data import SizedLoader
+from lightning_spec.draft import Draft
 from lightning_spec.module import PolicySource
 from lightning_spec.optim import OptimConfig
 from lightning_spec.parallel.checkpoint import complete_checkpoints
 from lightning_spec.parallel.groups import destroy_groups
 from lightning_spec.policy import local_gradients, local_tensors
 from strategies import MegatronStrategy, steps
+
+
+@dataclass(frozen=True)
+class Drafter:
+    kind: str
+    """Name in `lightning_spec.draft`."""
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self) -> Draft:
+        made: Draft = getattr(drafts, self.kind)(**self.options)
+        return made
+
+
+EAGLE = Drafter("Eagle3", {"num_passes": 3, "aux_layer_ids": [1, 2, 3]})
+OWN = Drafter("Eagle3", {**EAGLE.options, "own_head": True, "own_embedding": True})
+MASKED = {"num_layers": 2, "aux_layer_ids": [1, 3], "mask_token_id": 40}
+DFLASH = Drafter("DFlash", {**MASKED, "block_size": 4, "anchors_per_sequence": 3})
+DSPARK = Drafter("DSpark", {**MASKED, "block_size": 3, "markov_rank": 4, "confidence": True})
+# Reads what the last layer gives.
+HEAD = Drafter("MTP", {"num_passes": 2, "reads": "residual"})
+SMALL = Drafter("DraftModel", {"num_layers": 2})
 
 
 @dataclass
@@ -41,11 +69,27 @@ class Layout:
     policy: str = "dense"
     recompute: bool = False
     dtype: torch.dtype = torch.float64
-    draft: dict[str, Any] | None = field(default_factory=dict)
-    """Arguments of the draft; None: without one."""
+    draft: Drafter | None = EAGLE
     frozen: bool = False
+    steps: tuple[int, ...] = (0, 2)
+    """Of `context_worker.step_rollouts`."""
+    scores: bool = False
+    """Whether the ranks make the rollouts' old log-probs, instead of taking those of one process."""
+    saves: bool = False
+    """Whether the run's checkpoints are kept."""
     resumes: bool = False
-    """Goes on from the second checkpoint of the run in one process."""
+    """Goes on from the first checkpoint of the run in one process."""
+    slow: bool = False
+
+    @property
+    def problem(self) -> str:
+        """What results depend on."""
+        return f"{self.data} {self.draft}"
+
+    @property
+    def data(self) -> str:
+        """What the rollouts and their log-probs depend on."""
+        return f"{self.policy} {self.dtype} {self.frozen} {self.steps}"
 
 
 def pp(size: int, virtual: int = 1, **options: Any) -> dict[str, Any]:
@@ -53,28 +97,38 @@ def pp(size: int, virtual: int = 1, **options: Any) -> dict[str, Any]:
 
 
 TP2, SP2 = {"tensor_parallel": 2}, {"tensor_parallel": 2, "sequence_parallel": True}
-OWN = {"own_head": True, "own_embedding": True}
+CP2 = {"context_parallel": 2}
+EVERY = (0, 1, 2)
 LAYOUTS = {
-    "tp2": Layout(2, TP2, draft=OWN),
+    "tp2": Layout(2, TP2, draft=OWN, scores=True, saves=True),
     "tp2_sp": Layout(2, {**SP2, "draft_attention": "ring"}, policy="tied", recompute=True),
-    "pp2": Layout(2, pp(2, pipeline_layout=[5, 3]), draft=OWN),
-    "pp2_tied": Layout(2, pp(2, pipeline_layout="auto"), policy="tied", recompute=True),
+    "pp2": Layout(2, pp(2, pipeline_layout=[3, 1]), draft=OWN, scores=True, saves=True),
     "pp2_vp2": Layout(2, pp(2, 2, tap_transport="group")),
     "pp2_vp2_silent": Layout(2, pp(2, 2), draft=None),
-    "pp2_first": Layout(2, pp(2, draft_stage=0)),
-    "pp2_spread": Layout(2, pp(2, draft_stage="spread")),
     "pp2_frozen": Layout(2, pp(2), frozen=True),
-    "pp2_sharded": Layout(2, pp(2, distributed_optimizer=True), dtype=torch.float32),
+    "pp2_sharded": Layout(2, pp(2, distributed_optimizer=True), dtype=torch.float32, saves=True),
     "tp2_resumed": Layout(2, SP2, draft=OWN, resumes=True),
     "tp2_experts": Layout(2, SP2, policy="experts"),
-    "ep2": Layout(2, {"expert_parallel": 2}, policy="experts"),
-    "pp4": Layout(4, pp(4, pipeline_layout=[3, 2, 2, 1])),
-    "tp2_pp2": Layout(4, {**SP2, **pp(2)}, policy="tied"),
-    "tp2_pp2_vp2_spread": Layout(4, {**SP2, **pp(2, 2, draft_stage="spread")}, policy="tied"),
-    "pp2_cp2": Layout(4, {"context_parallel": 2, **pp(2)}),
-    "pp2_dp2": Layout(4, pp(2, distributed_optimizer=True), dtype=torch.float32),
-    "tp2_ep2": Layout(4, {**SP2, "expert_parallel": 2}, policy="experts"),
-    "tp2_pp2_cp2": Layout(8, {**SP2, **pp(2), "context_parallel": 2}),
+    "ep2": Layout(2, {"expert_parallel": 2}, policy="experts", scores=True, saves=True),
+    "tp2_dflash": Layout(2, SP2, draft=DFLASH),
+    "pp2_dflash_spread": Layout(2, pp(2, draft_stage="spread"), draft=DFLASH, saves=True),
+    "cp2_dflash": Layout(2, CP2, draft=DFLASH),
+    "tp2_dspark": Layout(2, TP2, draft=DSPARK),
+    "pp2_dspark_tied": Layout(2, pp(2, pipeline_layout="auto"), policy="tied", recompute=True, draft=DSPARK),
+    "cp2_dspark": Layout(2, {**CP2, "draft_attention": "ring"}, draft=DSPARK),
+    "tp2_mtp": Layout(2, TP2, draft=HEAD),
+    "pp2_mtp_first": Layout(2, pp(2, draft_stage=0), draft=HEAD),
+    "cp2_mtp": Layout(2, CP2, draft=HEAD),
+    "tp2_model": Layout(2, SP2, draft=SMALL),
+    "pp2_model_spread": Layout(2, pp(2, draft_stage="spread"), draft=SMALL),
+    "cp2_model": Layout(2, CP2, draft=SMALL),
+    "pp4": Layout(4, pp(4)),
+    "tp2_pp2": Layout(4, {**SP2, **pp(2)}, policy="tied", draft=DSPARK, scores=True),
+    "tp2_pp2_vp2_spread": Layout(4, {**SP2, **pp(2, 2, draft_stage="spread")}, policy="tied", slow=True),
+    "pp2_cp2": Layout(4, {**CP2, **pp(2)}),
+    "pp2_dp2": Layout(4, pp(2, distributed_optimizer=True), dtype=torch.float32, steps=EVERY, scores=True),
+    "tp2_ep2": Layout(4, {**SP2, "expert_parallel": 2}, policy="experts", scores=True, slow=True),
+    "tp2_pp2_cp2": Layout(8, {**SP2, **pp(2), **CP2}, slow=True),
 }
 
 
@@ -122,11 +176,28 @@ class Spy:
         return call
 
 
+class Steps(Recorded):
+    """Rollouts of the given steps."""
+
+    def __init__(self, steps: tuple[int, ...]) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def make(self) -> None:
+        data = self.trainer.strategy.data
+        self.batches = [StepBatch(step_rollouts(step, data.rank, data.size)) for step in self.steps]
+        for batch in self.batches:
+            batch.metrics.add("rollouts", len(batch.rollouts), reduction="sum")
+
+    def train_dataloader(self) -> SizedLoader:
+        return SizedLoader(len(self.steps), lambda _: self.batches[self.trainer.global_step])
+
+
 class Watch(L.Callback):
     """Metrics and gradients of each step, and the features that the draft was given in the first.
 
     Args:
-        scored: batches of an earlier run, with log-probs of the weights that it started from.
+        scored: batches with log-probs; None: the run makes them of the weights that it starts from.
     """
 
     def __init__(self, scored: list[StepBatch] | None = None) -> None:
@@ -186,6 +257,7 @@ def run(
     *,
     devices: int = 1,
     alone: bool = False,
+    save: bool = False,
     resume: Path | None = None,
     scored: list[StepBatch] | None = None,
 ) -> dict[str, Any]:
@@ -195,15 +267,17 @@ def run(
     optim = OptimConfig(lr=1e-2, clip_norm=0.5, eps=1e-3)
     source = PolicySource(str(folders / layout.policy), init_seed=3, recompute=layout.recompute and not alone)
     loss = None if layout.frozen else grpo()()
-    draft = None if layout.draft is None else Eagle3(num_passes=3, **layout.draft)
-    module = Typed(source, loss, None if layout.frozen else optim, draft, None, None if layout.draft is None else optim)
+    draft = None if layout.draft is None else layout.draft()
+    module = Typed(source, loss, None if layout.frozen else optim, draft, None, None if draft is None else optim)
     module.build_dtype = layout.dtype
     watch = Watch(scored)
     options = {} if alone else layout.strategy
     strategy = MegatronStrategy(token_budget=BUDGET, timeout_s=120, **options)
-    saves = SpecCheckpoint(str(out / f"{name}-checkpoints"), every_n_steps=1, keep=0)
-    trainer = quiet(strategy, devices, [watch, saves])
-    data = Recorded()
+    saves = [SpecCheckpoint(str(out / f"{name}-checkpoints"), every_n_steps=1, keep=0)] if save else []
+    trainer = quiet(strategy, devices, [watch, *saves])
+    trainer.fit_loop.epoch_loop.max_steps = len(layout.steps)
+    data = Steps(layout.steps)
+    torch.manual_seed(5)  # the run's: which anchors a draft takes
     with Spy() as spy:
         trainer.fit(module, datamodule=data, ckpt_path=str(resume) if resume else None)
     trainer.limit_val_batches = 1
@@ -225,30 +299,77 @@ def draft_weights(module: Any) -> list[tuple[str, Tensor]]:
     return list(module.draft.named_parameters()) if module.draft is not None and module.draft.resident else []
 
 
-def earlier(folders: Path, name: str, layout: str | None = None) -> dict[str, Any]:
-    """Where to go on from: the second checkpoint of a run, that of one process unless `layout` says; its batches."""
-    one = folders / "one"
-    folder = one / f"{name}-checkpoints" if layout is None else folders / f"{layout}-checkpoints"
-    return {
-        "resume": complete_checkpoints(folder)[1],
-        "scored": torch.load(one / f"{name}-batches.pt", weights_only=False),
-    }
+def first_checkpoint(folder: Path, name: str) -> Path:
+    return complete_checkpoints(folder / f"{name}-checkpoints")[0]
 
 
-def main() -> None:
+def rank_main(out: Path, folders: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
-    out, folders = Path(sys.argv[1]), Path(sys.argv[2])
     rank, world = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
-    for name in sys.argv[3:]:
+    one = folders / "one"
+    for name in names:
         print(name, flush=True)
-        options = earlier(folders, name) if LAYOUTS[name].resumes else {}
-        torch.save(run(name, folders, out, devices=world, **options), out / f"{name}-{rank}.pt")
+        layout = LAYOUTS[name]
+        options: dict[str, Any] = {}
+        if not layout.scores:
+            options["scored"] = torch.load(one / f"{layout.data}.pt", weights_only=False)
+        if layout.resumes:
+            options["resume"] = first_checkpoint(one, name)
+        torch.save(run(name, folders, out, devices=world, save=layout.saves, **options), out / f"{name}-{rank}.pt")
         # The next layout has other groups, on a world that is made anew, at another port: the old one may linger.
         port = [free_port()]
         torch.distributed.broadcast_object_list(port)
         torch.distributed.barrier()
         destroy_groups()
         os.environ["MASTER_PORT"] = str(port[0])
+
+
+def fork_world(world: int, out: Path, work: Callable[[], None]) -> bool:
+    """Run `work` on `world` ranks; whether all went well. Their logs are OUT/rank-WORLD-RANK.txt."""
+    port, ranks = free_port(), {}
+    for rank in range(world):
+        pid = os.fork()
+        if not pid:
+            _rank(rank, world, port, out, work)
+        ranks[pid] = rank
+    failed = False
+    while ranks and not failed:
+        pid, status = os.wait()
+        failed = status != 0
+        ranks.pop(pid)
+    for pid in ranks:
+        # Its peer has failed; whatever it has to say of that comes with the peer's lost connection.
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return not failed
+
+
+def _rank(rank: int, world: int, port: int, out: Path, work: Callable[[], None]) -> None:
+    code = 1
+    try:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the one that was started
+        log = os.open(out / f"rank-{world}-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.environ |= {"MASTER_PORT": str(port), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+        work()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def main() -> None:
+    out, folders, names = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
+    for world in sorted({LAYOUTS[name].ranks for name in names}):
+        mine = [name for name in names if LAYOUTS[name].ranks == world]
+        if not fork_world(world, out, partial(rank_main, out, folders, mine)):
+            for log in sorted(out.glob(f"rank-{world}-*.txt")):
+                print(f"--- {log.name}\n{log.read_text()[-2400 // world * 2 :]}")
+            sys.exit(1)
 
 
 if __name__ == "__main__":

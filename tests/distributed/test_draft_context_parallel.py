@@ -1,4 +1,4 @@
-"""EAGLE-3 over context-parallel ranks equals one rank, in every mode (CASES.md A3, B5, B6, B7, B9)."""
+"""EAGLE-3 and MTP over context-parallel ranks equals one rank, in every mode (CASES.md A3, B5, B6, B7, B9)."""
 
 from __future__ import annotations
 

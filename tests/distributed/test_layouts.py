@@ -1,7 +1,7 @@
 """The whole training step (policy, draft, features between them) is the single-process one in every layout.
 
-Three steps of packed micro-batches of different lengths in worlds of two, four and eight processes, all layouts of a
-world in one start of it.
+A few steps of packed micro-batches of different lengths in worlds of two, four and eight processes, all layouts of a
+world in one start of it; every drafter under each kind of parallelism.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ sys.path.insert(0, str(HERE))
 
 import layout_worker  # noqa: E402
 from launch import start  # noqa: E402
-from layout_worker import LAYOUTS  # noqa: E402
+from layout_worker import LAYOUTS, Layout  # noqa: E402
 
+from lightning_spec.batch import StepBatch  # noqa: E402
 from tests.module.conftest import CONFIG, write_weights  # noqa: E402
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1500)]
 
-DENSE = {**CONFIG, "num_hidden_layers": 8}
+DENSE = {**CONFIG, "num_hidden_layers": 4}
 POLICIES: dict[str, dict[str, Any]] = {
     "dense": DENSE,
     "tied": {**DENSE, "model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True, "vocab_size": 49},
@@ -46,23 +47,51 @@ WHOLE = [name for name, layout in LAYOUTS.items() if not layout.resumes and layo
 EXACT = [name for name in WHOLE if LAYOUTS[name].dtype is torch.float64]
 
 
+def params(names: list[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow if LAYOUTS[name].slow else ()) for name in names]
+
+
 class Results:
     """What the ranks of every layout found, and what one process finds with the same settings."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        (folder / "one").mkdir()
         self._one: dict[str, dict[str, Any]] = {}
+        self._started: set[bool] = set()
 
     def one(self, name: str) -> dict[str, Any]:
         layout = LAYOUTS[name]
-        key = repr((layout.policy, layout.dtype, layout.draft, layout.frozen))
-        if key not in self._one:
-            found = layout_worker.run(name, self.folder, self.folder / "one", alone=True)
-            torch.save(found["batches"], self.folder / "one" / f"{name}-batches.pt")
-            self._one[key] = found
-        return self._one[key]
+        if layout.problem not in self._one:
+            resumed = next((n for n, one in LAYOUTS.items() if one.resumes and one.problem == layout.problem), None)
+            self._one[layout.problem] = layout_worker.run(
+                resumed or name,
+                self.folder,
+                self.folder / "one",
+                alone=True,
+                save=resumed is not None,
+                scored=self.scored(layout),
+            )
+            if self.scored(layout) is None:
+                torch.save(self._one[layout.problem]["batches"], self._file(layout))
+        return self._one[layout.problem]
+
+    def scored(self, layout: Layout) -> list[StepBatch] | None:
+        """The rollouts with their log-probs, where a run has made them."""
+        return torch.load(self._file(layout), weights_only=False) if self._file(layout).exists() else None
+
+    def _file(self, layout: Layout) -> Path:
+        return self.folder / "one" / f"{layout.data}.pt"
 
     def ranks(self, name: str) -> list[dict[str, Any]]:
+        slow = LAYOUTS[name].slow
+        if slow not in self._started:
+            self._started.add(slow)
+            names = [name for name, layout in LAYOUTS.items() if layout.slow == slow]
+            for one in names:
+                if LAYOUTS[one].resumes or self.scored(LAYOUTS[one]) is None:
+                    self.one(one)
+            start(self.folder, 1, "layout_worker.py", str(self.folder), *names, timeout_s=900)
         files = [self.folder / f"{name}-{rank}.pt" for rank in range(LAYOUTS[name].ranks)]
         return [torch.load(file, weights_only=False) for file in files]
 
@@ -76,14 +105,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
         write_weights(folder / name)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    found = Results(folder)
-    for name, layout in LAYOUTS.items():
-        if layout.resumes:
-            found.one(name)
-    for world in sorted({layout.ranks for layout in LAYOUTS.values()}):
-        names = [name for name, layout in LAYOUTS.items() if layout.ranks == world]
-        start(folder, world, "layout_worker.py", str(folder), *names, timeout_s=900)
-    yield found
+    yield Results(folder)
     torch.set_num_threads(threads)
     from lightning_spec.parallel.groups import destroy_groups
 
@@ -107,10 +129,10 @@ def whole(held: list[list[tuple[str, Any]]]) -> dict[str, Tensor]:
     return out
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", params(EXACT))
 def test_every_gradient_is_the_single_process_one(results: Results, name: str) -> None:
     ranks, expected = results.ranks(name), results.one(name)["gradients"]
-    for step in range(3):
+    for step in range(len(expected)):
         got = whole([rank["gradients"][step] for rank in ranks])
         wanted = whole([expected[step]])
         assert set(got) == set(wanted)
@@ -120,18 +142,19 @@ def test_every_gradient_is_the_single_process_one(results: Results, name: str) -
             assert torch.allclose(got[key], tensor, rtol=1e-8, atol=1e-10), f"step {step}: {key}"
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", params(WHOLE))
 def test_losses_metrics_and_weights_are_the_single_process_ones(results: Results, name: str) -> None:
     expected = results.one(name)
-    rtol = 1e-8 if name in EXACT else 2e-4
+    # Lightning keeps metrics in float32.
+    rtol, read = (1e-8, 3e-7) if name in EXACT else (2e-4, 2e-4)
     ranks = results.ranks(name)
     for rank in ranks:
-        assert len(rank["metrics"]) == 3
+        assert len(rank["metrics"]) == len(LAYOUTS[name].steps)
         for got, wanted in zip(rank["metrics"], expected["metrics"], strict=True):
             assert set(got) == set(wanted)
             for key, value in wanted.items():
-                assert got[key] == pytest.approx(value, rel=rtol, abs=rtol), key
-        assert rank["validated"] == pytest.approx(expected["validated"], rel=rtol, abs=rtol)
+                assert got[key] == pytest.approx(value, rel=read, abs=read), key
+        assert rank["validated"] == pytest.approx(expected["validated"], rel=read, abs=read)
     got = whole([rank["weights"] for rank in ranks])
     wanted = whole([expected["weights"]])
     assert set(got) == set(wanted)
@@ -140,7 +163,7 @@ def test_losses_metrics_and_weights_are_the_single_process_ones(results: Results
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in WHOLE if "pp" in name and not {"cp2", "dp2", "ep2"} & {*name.split("_")}]
+    "name", params([name for name in WHOLE if "pp" in name and not {"cp2", "dp2", "ep2"} & {*name.split("_")}])
 )
 def test_the_draft_reads_the_features_of_an_unpipelined_policy(results: Results, name: str) -> None:
     """CASES C2: bit for bit where only the pipeline differs."""
@@ -173,19 +196,25 @@ def test_the_schedule_communicates_as_without_a_draft(results: Results) -> None:
 
 
 def test_a_run_in_one_process_goes_on_over_two_tensor_parallel_ranks(results: Results) -> None:
-    expected = results.one("tp2_resumed")["metrics"][2]
+    expected = results.one("tp2_resumed")["metrics"][1]
     for rank in results.ranks("tp2_resumed"):
         (got,) = rank["metrics"]
-        assert got == pytest.approx(expected, rel=1e-8, abs=1e-8)
+        assert got == pytest.approx(expected, rel=3e-7, abs=3e-7)
 
 
-@pytest.mark.parametrize("layout", ["pp2", "tp2", "pp2_spread", "pp2_sharded", "ep2"])
-def test_a_run_over_ranks_goes_on_in_one_process(results: Results, layout: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if layout.saves])
+def test_a_run_over_ranks_goes_on_in_one_process(results: Results, name: str, tmp_path: Path) -> None:
     """CASES G4: weights, optimiser states and steps of policy and draft."""
-    uninterrupted = results.one(layout)
-    torch.save(uninterrupted["batches"], results.folder / "one" / f"{layout}-batches.pt")
-    options = layout_worker.earlier(results.folder, layout, layout)
-    found = layout_worker.run(layout, results.folder, tmp_path, alone=True, **options)
+    results.ranks(name)
+    uninterrupted = results.one(name)
+    found = layout_worker.run(
+        name,
+        results.folder,
+        tmp_path,
+        alone=True,
+        resume=layout_worker.first_checkpoint(results.folder, name),
+        scored=results.scored(LAYOUTS[name]),
+    )
     (got,) = found["metrics"]
-    rtol = 1e-8 if layout in EXACT else 2e-4
-    assert got == pytest.approx(uninterrupted["metrics"][2], rel=rtol, abs=rtol)
+    read = 3e-7 if name in EXACT else 2e-4
+    assert got == pytest.approx(uninterrupted["metrics"][1], rel=read, abs=read)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.distributed
 CLAIMS = {
     "logprobs": "log-probs, entropies and both gradients are those of one rank, in float64, float32 and bfloat16",
     "logprobs bits": "all ranks hold the same bits of them",
-    "draft": "every draft loss, its metrics and gradients, with full and reduced vocabularies, are those of one rank",
+    "draft": "every draft loss, with and without labels and bias, its metrics and gradients are those of one rank",
     "draft bits": "all ranks hold the same bits of them",
     "empty parts": "ranks that have none of the draft's tokens take part",
     "ties": "equally likely tokens on two ranks: the lowest id wins",

@@ -13,7 +13,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,76 +26,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_spec.loss import (
     LK,
     DraftLoss,
+    HardCrossEntropy,
+    LowRank,
     SoftCrossEntropy,
-    TotalVariation,
     VocabShard,
-    Weighted,
     linear_logprobs,
     prepare_heads,
 )
-from lightning_spec.loss.distributions import ChunkStatistics
-
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-5}
-"""Of values and of gradients in the dtype of the sums; gradients that come back in bfloat16 are rounded there."""
-BF16_ROUNDING = 8e-3
-
-
-class Chi(DraftLoss):
-    """A loss of one's own: sum (q - p)^2, plus the complete alpha as a constant."""
-
-    def rows(self, stats: ChunkStatistics, dz: Tensor | None) -> Tensor:
-        difference = stats.q - stats.p
-        square, slope = stats.sum(difference.square().sum(1), (2 * difference * stats.q).sum(1))
-        if dz is not None:
-            torch.sub(2 * difference, slope[:, None], out=dz).mul_(stats.q)
-        return square + stats.alpha
-
-
-LOSSES: dict[str, Callable[..., DraftLoss]] = {
-    "ce": SoftCrossEntropy,
-    "tv": TotalVariation,
-    "lk": LK,
-    "mix": lambda **kw: Weighted([SoftCrossEntropy(), TotalVariation(), LK()], [0.5, 0.3, 2.0], **kw),
-    "own": Chi,
-}
-
-
-@dataclass
-class Claims:
-    failed: dict[str, list[str]] = field(default_factory=dict)
-    checks: dict[str, int] = field(default_factory=dict)
-
-    def check(self, claim: str, good: bool, message: str) -> None:
-        """Failures are kept, not raised: the other ranks are in the same messages."""
-        self.checks[claim] = self.checks.get(claim, 0) + 1
-        if not good:
-            self.failed.setdefault(claim, []).append(message)
-
-    def close(self, claim: str, found: Tensor, wanted: Tensor, tolerance: float, message: str) -> None:
-        good = found.shape == wanted.shape
-        good = good and torch.allclose(found.double(), wanted.double(), rtol=tolerance, atol=tolerance)
-        gap = (
-            ""
-            if good or found.shape != wanted.shape
-            else f"{float((found.double() - wanted.double()).abs().max()):.2e}"
-        )
-        self.check(claim, good, f"{message}: {tuple(found.shape)} {tuple(wanted.shape)} {gap}")
-
-    def same_bits(self, claim: str, values: Tensor, group: dist.ProcessGroup, message: str) -> None:
-        """Every rank of the group holds exactly these values."""
-        others = values.new_empty(dist.get_world_size(group) * values.numel())
-        dist.all_gather_into_tensor(others, values.contiguous().flatten(), group=group)
-        same = all(torch.equal(other, values.flatten()) for other in others.chunk(dist.get_world_size(group)))
-        self.check(claim, same, f"{message}: other bits")
-
-
-def randn(g: torch.Generator, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
-
-
-def gradient_tolerance(dtype: torch.dtype) -> float:
-    return BF16_ROUNDING if dtype == torch.bfloat16 else TOLERANCE[dtype]
-
+from tests.distributed.claims import Claims
+from tests.distributed.vocab_examples import (
+    LOSSES,
+    TOLERANCE,
+    Example,
+    example,
+    gradient_tolerance,
+    randn,
+    split_of,
+)
 
 # ---------------------------------------------------------------------------------------------------------- log-probs
 
@@ -148,83 +94,37 @@ def logprobs(claims: Claims, group: dist.ProcessGroup) -> None:
 # -------------------------------------------------------------------------------------------------------- draft losses
 
 
-@dataclass
-class Example:
-    """Whole inputs of one draft loss; `ids` are target ids, ascending."""
-
-    hidden: Tensor
-    head: Tensor
-    teacher_hidden: Tensor
-    teacher_head: Tensor
-    weight: Tensor
-    ids: Tensor | None
-    teacher_rows: Tensor | None
-    scored: Tensor | None
-
-    def tensors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        return (
-            self.hidden.to(dtype, copy=True),
-            self.head.to(dtype, copy=True),
-            self.teacher_hidden.to(dtype, copy=True),
-            self.teacher_head.to(dtype, copy=True),
-            self.weight.to(dtype, copy=True),
-        )
-
-
-def example(draw: random.Random, dtype: torch.dtype, ranks: int) -> Example:
-    C, Ct = 4, 6
-    R = draw.choice([0, 1, draw.randint(2, 30)])
-    V = draw.choice([2, 4, 50, draw.randint(3, 90)])
-    g = torch.Generator().manual_seed(draw.randint(0, 1 << 30))
-    ids = None
-    if draw.random() < 0.6:
-        # The middle choice leaves ranks without any of the draft's tokens.
-        low, high = draw.choice([(0, V), (0, V), (0, -(-V // ranks)), (V - 1, V)])
-        ids = low + torch.randperm(high - low, generator=g)[: draw.randint(1, high - low)].sort()[0]
-    Vd = V if ids is None else ids.numel()
-    teacher_rows, teachers = None, R
-    if draw.random() < 0.5:
-        teachers = draw.randint(1, 12)
-        teacher_rows = torch.randint(teachers, (R,), generator=g)
-    weight = torch.rand(R, generator=g, dtype=torch.float64) * (torch.rand(R, generator=g) < 0.7)
-    if draw.random() < 0.1:
-        weight.zero_()
-    scored = torch.rand(R, generator=g) < 0.8 if draw.random() < 0.5 else None
-    whole = Example(
-        randn(g, R, C), randn(g, Vd, C), 2 * randn(g, teachers, Ct), randn(g, V, Ct), weight, ids, teacher_rows, scored
-    )
-    return Example(*whole.tensors(dtype), ids, teacher_rows, scored)
-
-
-def split_of(x: Example, group: dist.ProcessGroup) -> tuple[VocabShard, Tensor, Tensor, Tensor | None]:
-    """(vocab, the rank's rows of the draft's head, their indices in it, their target ids)."""
-    vocab = VocabShard.split(x.teacher_head.shape[0], group)
-    rows = torch.arange(vocab.start, vocab.stop) if x.ids is None else vocab.part(x.ids)
-    return vocab, x.head[rows], rows, None if x.ids is None else x.ids[rows]
-
-
 def compare(claims: Claims, claim: str, x: Example, loss: DraftLoss, group: dist.ProcessGroup, about: str) -> None:
     dtype = x.hidden.dtype
     hidden, head, t_hidden, t_head, weight = x.tensors(torch.float64)
-    leaves = hidden.requires_grad_(), head.requires_grad_()
-    want = loss(*leaves, t_hidden, t_head, weight, x.ids, x.teacher_rows, x.scored)
+    bias = None if x.bias is None else (x.bias[0].double(), x.bias[1].double())
+    leaves = [tensor.clone().requires_grad_() for tensor in (hidden, head, *(bias or ()))]
+    given = tuple(leaves[2:]) or None
+    want = loss(*leaves[:2], t_hidden, t_head, weight, x.ids, x.teacher_rows, x.scored, labels=x.labels, bias=given)
     wanted = torch.autograd.grad(want.loss * 1.7, leaves)
 
     vocab, my_head, rows, my_ids = split_of(x, group)
-    mine = x.hidden.clone().requires_grad_(), my_head.clone().requires_grad_()
+    my_bias = () if x.bias is None else (x.bias[0], x.bias[1][rows])
+    mine = [tensor.clone().requires_grad_() for tensor in (x.hidden, my_head, *my_bias)]
     t_head = x.teacher_head[vocab.start : vocab.stop]
-    out = loss(*mine, x.teacher_hidden, t_head, x.weight, my_ids, x.teacher_rows, x.scored, vocab)
+    out = loss(
+        *mine[:2], x.teacher_hidden, t_head, x.weight, my_ids, x.teacher_rows, x.scored, vocab,
+        labels=x.labels, bias=tuple(mine[2:]) or None,
+    )  # fmt: skip
     grads = torch.autograd.grad(out.loss * 1.7, mine)
-    for name in ("loss", "each", "alpha"):
+    for name in ("loss", "each", "alpha", "label_prob"):
         found = getattr(out, name).detach()
         claims.close(claim, found, getattr(want, name).detach(), TOLERANCE[dtype], f"{name} {about}")
         claims.same_bits(f"{claim} bits", found, group, f"{name} {about}")
     for name in ("agree", "valid"):
         claims.check(claim, torch.equal(getattr(out, name), getattr(want, name)), f"{name} {about}")
-    for name, found, wish in zip(("d_hidden", "d_head"), grads, (wanted[0], wanted[1][rows]), strict=True):
-        claims.close(claim, found, wish, gradient_tolerance(dtype), f"{name} {about}")
+    for number, (found, wish) in enumerate(zip(grads, wanted, strict=True)):
+        name = ("d_hidden", "d_head", "d_rows", "d_table")[number]
+        split = number % 2  # the head and the table
+        claims.close(claim, found, wish[rows] if split else wish, gradient_tolerance(dtype), f"{name} {about}")
         claims.check(claim, found.dtype == dtype, f"{name} is {found.dtype} {about}")
-    claims.same_bits(f"{claim} bits", grads[0], group, f"d_hidden {about}")
+        if not split:
+            claims.same_bits(f"{claim} bits", found, group, f"{name} {about}")
 
 
 def draft(claims: Claims, group: dist.ProcessGroup) -> None:
@@ -254,7 +154,9 @@ def reduced_borders(claims: Claims, group: dist.ProcessGroup) -> None:
     for ids in maps:
         for drop in ("renormalise", "drop"):
             values = randn(g, 12, 4), randn(g, ids.numel(), 4), randn(g, 12, 6), randn(g, size, 6)
-            x = Example(*values, torch.ones(12), ids, None, None)
+            labels, bias = torch.randint(-1, size, (12,), generator=g), (randn(g, 12, 2), randn(g, ids.numel(), 2))
+            labels[:3] = ids[[0, -1, 0]]
+            x = Example(*values, torch.ones(12), ids, None, None, labels, bias)
             for name, make in LOSSES.items():
                 compare(
                     claims, "empty parts", x, make(out_of_vocab=drop, chunk=5), group, f"{name} {drop} {ids.tolist()}"
@@ -308,7 +210,7 @@ def poison(claims: Claims, group: dist.ProcessGroup) -> None:
 
 def prepared(claims: Claims, group: dist.ProcessGroup) -> None:
     """Sweeps with heads prepared once add up to one call over all rows, and have the bits of sweeps without."""
-    draw = random.Random("prepared")
+    draw, g = random.Random("prepared"), torch.Generator().manual_seed(6)
     for dtype in (torch.float64, torch.bfloat16):
         for _ in range(6):
             x = example(draw, dtype, dist.get_world_size(group))
@@ -317,25 +219,34 @@ def prepared(claims: Claims, group: dist.ProcessGroup) -> None:
             t_head = x.teacher_head[vocab.start : vocab.stop]
             taught = torch.arange(len(x.hidden)) if x.teacher_rows is None else x.teacher_rows
             heads = prepare_heads(head, t_head, ids, vocab, dtype=dtype)
-            results = []
+            assert x.labels is not None
+            bias = x.bias or (randn(g, len(x.hidden), 2, dtype=dtype), randn(g, len(x.head), 2, dtype=dtype))
+            d_type, results = heads.draft.dtype, []
             for given in (heads, None):
-                d_head = torch.zeros_like(heads.draft)
+                d_head, d_table = torch.zeros_like(heads.draft), torch.zeros(len(head), bias[1].shape[1]).to(d_type)
+                d_rows = torch.zeros_like(bias[0], dtype=d_type)
                 half = len(x.hidden) // 2
                 swept = [
                     loss.sweep(
                         x.hidden[part], head, x.teacher_hidden, t_head, x.weight[part], ids, taught[part],
-                        need_hidden=True, d_head=d_head, vocab=vocab, heads=given,
+                        need_hidden=True, d_head=d_head, vocab=vocab, heads=given, labels=x.labels[part],
+                        bias=LowRank(bias[0][part], bias[1][rows], d_rows[part], d_table),
                     )
                     for part in (slice(0, half), slice(half, None))
                 ]  # fmt: skip
                 hidden = torch.cat([s.d_hidden for s in swept if s.d_hidden is not None])
-                results.append([swept[0].total + swept[1].total, torch.cat([s.alpha for s in swept]), hidden, d_head])
+                alpha = torch.cat([s.alpha for s in swept])
+                results.append([swept[0].total + swept[1].total, alpha, hidden, d_head, d_rows, d_table])
             claims.check("prepared", all(map(torch.equal, *results)), f"prepared heads change bits {dtype}")
             whole = x.tensors(torch.float64)
             d_head = torch.zeros_like(whole[1])
-            want = loss.sweep(*whole, x.ids, taught, need_hidden=True, d_head=d_head)
+            low = LowRank(*(part.double() for part in bias), *(torch.zeros_like(part).double() for part in bias))
+            want = loss.sweep(*whole, x.ids, taught, need_hidden=True, d_head=d_head, labels=x.labels, bias=low)
             assert want.d_hidden is not None
-            for found, wish in zip(results[0], [want.total, want.alpha, want.d_hidden, d_head[rows]], strict=True):
+            assert low.d_rows is not None
+            assert low.d_table is not None
+            wanted = [want.total, want.alpha, want.d_hidden, d_head[rows], low.d_rows, low.d_table[rows]]
+            for found, wish in zip(results[0], wanted, strict=True):
                 claims.close("prepared", found, wish, TOLERANCE[dtype], f"{type(loss).__name__} {dtype}")
 
 
@@ -403,16 +314,22 @@ def traffic(claims: Claims, group: dist.ProcessGroup) -> None:
         claims.check(
             "traffic", size.fits(16 * vocab.rows, T * vocab.rows // 5), f"log-probs make {size.largest} elements"
         )
-    for name, a_chunk in (("ce", 1), ("tv", 2), ("lk", 2), ("mix", 2)):
+    more = {"labels": torch.arange(T) * 2, "bias": (randn(g, T, 2).requires_grad_(), randn(g, V, 2)[mine])}
+    plain: tuple[dict[str, Any], int, list[int]] = ({}, 4, [T, T * C])
+    labelled: tuple[dict[str, Any], int, list[int]] = (more, 6, [T, T * C, T * 2])
+    for name, a_chunk, (given, scalars, wanted_sums) in (
+        ("ce", 1, plain), ("tv", 2, plain), ("lk", 2, plain), ("mix", 2, plain), ("hard", 1, labelled),
+        ("dspark", 2, labelled),
+    ):  # fmt: skip
         head = randn(g, V, C)[mine].requires_grad_()
         args = (hidden, head, randn(g, T, 6), randn(g, V, 6)[mine], torch.ones(T))
         with collectives() as seen, watch() as size:
-            LOSSES[name](chunk=T // 10)(*args, vocab=vocab).loss.backward()
+            LOSSES[name](chunk=T // 10)(*args, vocab=vocab, **given).loss.backward()
         gathers = [count for kind, count in seen if kind == "gather"]
         sums = [count for kind, count in seen if kind == "sum"]
         claims.check("traffic", len(gathers) == 10 * (1 + a_chunk), f"{name}: {len(gathers)} gathers")
-        claims.check("traffic", max(gathers) <= 4 * T // 10, f"{name}: gathers of {max(gathers)}")
-        claims.check("traffic", sums == [T, T * C], f"{name}: sums {sums}")
+        claims.check("traffic", max(gathers) <= scalars * T // 10, f"{name}: gathers of {max(gathers)}")
+        claims.check("traffic", sums == wanted_sums, f"{name}: sums {sums}")
         claims.check(
             "traffic", size.fits(16 * vocab.rows, T * vocab.rows // 5), f"{name} makes {size.largest} elements"
         )
@@ -437,6 +354,12 @@ def refusals(claims: Claims, group: dist.ProcessGroup) -> None:
         "of the head": lambda: linear_logprobs(hidden, head, labels, vocab=vocab),
         "teacher's head": lambda: LK()(hidden, part, hidden, head, torch.ones(3), vocab=vocab),
         "VocabShard.part": lambda: LK()(hidden, head, hidden, part, torch.ones(3), ids, vocab=vocab),
+        "label 50 is outside": lambda: HardCrossEntropy()(
+            hidden, part, hidden, part, torch.ones(3), labels=labels, vocab=vocab
+        ),
+        "need bias": lambda: LK()(
+            hidden, part, hidden, part, torch.ones(3), vocab=vocab, bias=(torch.ones(3, 2), torch.ones(50, 2))
+        ),
         "`heads` was made": lambda: LK().sweep(
             hidden.double(),
             part,

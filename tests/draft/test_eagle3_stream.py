@@ -185,7 +185,7 @@ def test_the_heads_are_converted_once_a_micro_batch(
         streaming, "prepare_heads", lambda *args, **kw: calls.append(args) or prepare_heads(*args, **kw)
     )
     # What a sweep that is not given prepared heads would call.
-    monkeypatch.setattr("lightning_spec.loss.draft.prepare_heads", None)
+    monkeypatch.setattr("lightning_spec.loss.draft_base.prepare_heads", None)
     draft, x = built(make_shape(), torch.bfloat16, chunk_rows=2), make_inputs([9], dtype=torch.bfloat16)
     measure(draft, x)
     assert len(calls) == 1

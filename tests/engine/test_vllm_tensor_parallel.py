@@ -101,7 +101,8 @@ def test_a_worker_that_is_killed_ends_the_engine_and_leaves_no_process_and_no_sh
     assert not shared.running
     _, alive = psutil.wait_procs(family, timeout=10)
     assert not alive
-    # A process that is killed leaves the page with which Intel's OpenMP registered it; queues and semaphores are gone.
+    # A process that is killed leaves the page with which Intel's OpenMP registered it; queues and semaphores are gone,
+    # at once: the engine removes them itself, as whatever of Python's would is killed with the workers.
     assert not [file for file in files if file.exists() and not file.name.startswith("__KMP")]
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_spec.errors import ConfigError
 from lightning_spec.policy import (
     TapRecorder,
+    check_layer_ids,
     embedding_weight,
     head_weight,
     hf_gradients,
@@ -198,7 +199,18 @@ def test_taps_work_through_megatrons_data_parallel_wrapper_and_stop_when_closed(
     assert not policy._forward_pre_hooks
 
 
-@pytest.mark.parametrize("ids", [[1, 1, 1], [], [-1], [5]], ids=["collide", "none", "negative", "past the last"])
+def test_without_layer_ids_the_embeddings_are_recorded_alone(hf_policy: MakeHF, packed: Packed) -> None:
+    policy = policy_from_folder(hf_policy("llama")[1])
+    with TapRecorder(policy, ()) as recorder:
+        policy(*packed)
+        taps = recorder.take()
+    assert taps.features.shape == (len(packed[0]), 0)
+    assert torch.equal(taps.embeddings, embedding_weight(policy)[packed[0]])
+    with pytest.raises(ConfigError, match="no tap layers"):
+        check_layer_ids((), 4)
+
+
+@pytest.mark.parametrize("ids", [[1, 1, 1], [-1], [5]], ids=["collide", "negative", "past the last"])
 def test_layer_ids_that_cannot_be_tapped_are_refused(ids: list[int], hf_policy: MakeHF) -> None:
     policy = policy_from_folder(hf_policy("llama")[1])
     with pytest.raises(ConfigError, match=r"tap layer.*draft\.aux_layer_ids"):

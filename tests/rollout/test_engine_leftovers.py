@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import psutil
 import pytest
 import torch
 
+from lightning_spec.errors import EngineError
 from lightning_spec.rollout.process import ChildProcess, cpu_environment, shared_files
 from lightning_spec.rollout.weight_transfer import checksum
 
@@ -44,6 +46,7 @@ vllm_worker.serve(connection)
 """
 TRAINER = """
 import os, sys, time
+from lightning_spec.errors import EngineError
 from lightning_spec.rollout.process import ChildProcess
 child = ChildProcess("leaving", {**os.environ, "PYTHONPATH": sys.argv[1]}, None, "engine")
 print(child.pid, *child.request("names", timeout_s=60), flush=True)
@@ -96,3 +99,21 @@ def test_workers_share_the_cores_equally_and_where_there_are_too_few_a_core() ->
     assert (two["VLLM_CPU_OMP_THREADS_BIND"], two["OMP_NUM_THREADS"]) == ("4,5|6,7", "2")
     assert "KMP_AFFINITY" not in two, "each worker has cores of its own"
     assert cpu_environment([3], 2)["VLLM_CPU_OMP_THREADS_BIND"] == "3|3"
+
+
+def test_what_was_shared_is_removed_after_all_processes_died_at_once_by_another_s_hand(tmp_path: Path) -> None:
+    (tmp_path / "leaving.py").write_text(HEAD + ANSWERS)
+    child = ChildProcess("leaving", {**os.environ, "PYTHONPATH": str(tmp_path)}, None, "engine")
+    block, lock, _ = child.request("names", timeout_s=60)
+    files = [Path("/dev/shm") / block, Path("/dev/shm") / f"sem.{lock}"]
+    child.note_shared()
+    # Python's own tracker of semaphores and blocks is one of the group, and dies with it.
+    os.killpg(child.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while child.alive and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert shared_files(child.pid) == set()
+    assert all(file.exists() for file in files)
+    with pytest.raises(EngineError):
+        child.request("names", timeout_s=10)
+    assert not [file for file in files if file.exists()]

@@ -18,7 +18,7 @@ class Draft:
     """Keeps what it is told."""
 
     def __init__(self, heads: int, kv_heads: int) -> None:
-        self.config = SimpleNamespace(num_heads=heads, num_kv_heads=kv_heads)
+        self.config: Any = SimpleNamespace(num_heads=heads, num_kv_heads=kv_heads)
         self.told: Any = None
 
     def set_attention(self, mode: str, memory_limit: int | None = None) -> None:
@@ -46,6 +46,23 @@ def test_without_a_limit_none_is_told_and_without_a_draft_nobody_is() -> None:
     AttentionChoice().apply(one, Context.single())
     assert one.draft.told == ("auto", None)
     AttentionChoice().apply(module(), Context.single())
+
+
+def test_a_draft_without_heads_has_nothing_that_ulysses_must_divide() -> None:
+    draft = Draft(3, 1)
+    for config in (None, SimpleNamespace(), SimpleNamespace(num_heads=3)):
+        draft.config = config
+        AttentionChoice(draft_attention="ulysses").apply(module(draft=draft), Context(None, 0, 2))
+    assert draft.told == ("ulysses", None)
+
+
+def test_a_draft_that_knows_no_ulysses_says_so_whatever_its_heads() -> None:
+    class Refusing(Draft):
+        def set_attention(self, mode: str, memory_limit: int | None = None) -> None:
+            raise ConfigError("none such", found=mode, needed="ring", key="mine")
+
+    with pytest.raises(ConfigError, match="none such"):
+        AttentionChoice(draft_attention="ulysses").apply(module(draft=Refusing(3, 1)), Context(None, 0, 2))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from lightning_spec.parallel.groups import ParallelSizes
 from lightning_spec.shapes import PolicyShape
 from strategies import estimate
 from strategies.estimate import longest_micro_batch, policy_activations, report
+from tests.module.reading_draft import Reading
 
 GIB = 2**30
 
@@ -153,6 +154,23 @@ def test_a_frozen_draft_and_a_frozen_policy_need_nothing_for_activations(capsys:
     text = capsys.readouterr().out
     assert "draft step" not in text
     assert next(line for line in text.splitlines() if "rough" in line).split()[-2:] == ["0.00", "GiB"]
+
+
+def test_the_step_of_a_draft_that_the_model_does_not_know_is_left_out_and_its_weights_are_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    one = module()
+    states = []
+    for draft in (Reading(), one.draft):
+        draft.build(shape())
+        one.draft = draft
+        report(strategy(), one, trainer())
+        text = capsys.readouterr().out
+        assert ("draft step" in text) == (draft.work(8, 8, 1, 4) is not None)
+        states.append(estimate._states(one, "draft", strategy()))
+    width = shape().hidden_size
+    assert states[0] == width * width * (4 + 4 + 8)
+    assert states[1] > states[0]
 
 
 def test_modules_that_it_does_not_know_pass() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lightning_spec.draft import Eagle3
 from lightning_spec.errors import ConfigError
 from lightning_spec.parallel.groups import ParallelSizes
-from lightning_spec.policy import new_policy_config
+from lightning_spec.policy import new_policy_config, tap_owner
 from lightning_spec.shapes import PolicyShape
 from strategies.estimate import held_micro_batches
 from strategies.layout import RowCost, balanced, resolve_layout
@@ -93,6 +93,18 @@ def test_a_stage_sends_what_it_makes_and_stages_without_taps_send_nothing() -> N
     assert layout.blocks(1, hidden=False) == layout.blocks(3, hidden=False) == []
     assert [(s.stage, s.rank, s.width) for s in layout.sources(hidden=False)] == [(0, 0, 16), (2, 0, 16)]
     assert [(s.stage, s.rank, s.width) for s in layout.sources(hidden=True)] == [(0, 0, 16), (2, 0, 16), (3, 1, 8)]
+
+
+def test_a_draft_without_taps_is_sent_embeddings_alone() -> None:
+    layout = TapLayout(owners=tap_owner([2, 2, 2, 2], ()), stages=4, pipeline=2, hidden_size=8)
+    assert [(s.stage, s.width) for s in layout.sources(hidden=False)] == [(0, 8)]
+    assert [(s.stage, s.width) for s in layout.sources(hidden=True)] == [(0, 8), (3, 8)]
+
+
+def test_the_tap_after_the_last_layer_comes_from_the_last_stage() -> None:
+    layout = TapLayout(owners=tap_owner([2, 2], (1, 4)), stages=2, pipeline=2, hidden_size=8)
+    assert layout.blocks(0, hidden=False) == [("embeddings", 0), ("layer", 1)]
+    assert layout.blocks(1, hidden=False) == [("layer", 4)]
 
 
 def test_earlier_stages_hold_more_micro_batches() -> None:

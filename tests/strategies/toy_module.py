@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from lightning_spec.batch import Completion, PackedBatch, Prompt, Rollout, StepBatch, pack
 from lightning_spec.metrics import MetricBag
 from lightning_spec.optim import OptimConfig
+from lightning_spec.parallel.placement import Placement
 
 VOCAB = 17
 
@@ -22,7 +23,12 @@ def optim(**changes: Any) -> OptimConfig:
     return OptimConfig(**{"lr": 1e-2, "weight_decay": 0.1, "clip_norm": 1.0, "eps": 1e-3, **changes})
 
 
-class ToyPolicy(nn.Module):
+class Whole(nn.Module):
+    def placements(self) -> dict[str, list[Placement]]:
+        return {name: [Placement.whole(name, tuple(param.shape))] for name, param in self.named_parameters()}
+
+
+class ToyPolicy(Whole):
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         from megatron.core.enums import ModelType
         from megatron.core.transformer import TransformerConfig
@@ -43,7 +49,7 @@ class ToyPolicy(nn.Module):
         return self.norm(x + torch.tanh(self.mix(x)))
 
 
-class ToyDraft(nn.Module):
+class ToyDraft(Whole):
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.fc = nn.Linear(width, width, dtype=dtype)
@@ -128,6 +134,9 @@ class ToyModule(L.LightningModule):
 
     def draft_head(self) -> dict[str, Any]:
         return {"head": self.policy.head.weight.detach()}
+
+    def special_embeddings(self) -> None:
+        return None
 
     def draft_step(
         self, draft: nn.Module, micro: PackedBatch, features: Any, totals: dict[str, Tensor], *, train: bool
