@@ -113,9 +113,7 @@ def measure(
     }
 
 
-def _greedy_equal(
-    plain: VLLMEngine, fast: VLLMEngine, prompts: Sequence[Sequence[int]], sampling: Sampling
-) -> dict[str, int]:
+def _greedy_equal(plain: Engine, fast: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling) -> dict[str, int]:
     greedy = Sampling(temperature=0.0, max_tokens=sampling.max_tokens, stop_token_ids=sampling.stop_token_ids)
     requests = [Request(tuple(p)) for p in prompts]
     pairs = list(zip(plain.generate(requests, greedy), fast.generate(requests, greedy), strict=True))

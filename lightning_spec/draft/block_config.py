@@ -220,28 +220,41 @@ class BlockConfig:
             ("hidden_act", (None, "silu")),
             ("logit_scale", (None, 1, 1.0)),
             ("quantization_config", (None,)),
+            ("is_neox_style", (None, True)),
+            ("add_swa_attention_sink_bias", (None, False)),
             ("markov_head_type", (None, "vanilla")),
             ("sample_from_anchor", (None, True)),
             ("draft_vocab_size", (None, raw.get("vocab_size"))),
             ("target_hidden_size", (None, raw.get("hidden_size"))),
         ):
             need(raw.get(key) in harmless, f"unsupported {key} of a block draft", raw.get(key), harmless[-1], key)
+        for key, plain in (("attention_sink_bias", (None, False)), ("attention_value_scale", (None, 1, 1.0))):
+            need(
+                nested.get(key) in plain,
+                f"unsupported {key} of a block draft",
+                nested.get(key),
+                plain[-1],
+                f"dflash_config.{key}",
+            )
         for name in (_HEAD, _EMBEDDING, "mask_embedding", "d2t"):
             need(name not in names, "a block draft with a tensor of its own is not supported", name, "none", name)
         for key in ("vocab_size", "hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size"):
             value = raw.get(key)
             need(isinstance(value, int) and value > 0, f"bad {key} of the draft", value, "a positive integer", key)
-        mask = nested.get("mask_token_id", raw.get("mask_token_id"))
+        mask: Any = nested.get("mask_token_id", raw.get("mask_token_id"))
         need(isinstance(mask, int), "no mask token", mask, "a token of the vocabulary", "dflash_config.mask_token_id")
-        ids = nested.get("target_layer_ids", raw.get("target_layer_ids"))
+        ids: Any = nested.get("target_layer_ids", raw.get("target_layer_ids"))
         need(
-            isinstance(ids, list) and ids == sorted(set(ids)) and bool(ids) and 0 <= ids[0] <= ids[-1] < policy_layers,
+            isinstance(ids, list)
+            and bool(ids)
+            and all(isinstance(layer, int) and 0 <= layer < policy_layers for layer in ids)
+            and ids == sorted(set(ids)),
             "bad target_layer_ids of a block draft",
             ids,
             f"ascending layers in 0..{policy_layers - 1}",
             "dflash_config.target_layer_ids",
         )
-        block = raw.get("block_size", nested.get("block_size"))
+        block: Any = raw.get("block_size", nested.get("block_size"))
         need(isinstance(block, int), "no block_size", block, "slots of a block", "block_size")
         layers, heads = raw["num_hidden_layers"], raw["num_attention_heads"]
         head_dim = raw.get("head_dim") or raw["hidden_size"] // heads

@@ -34,11 +34,11 @@ class DSpark(BlockDraft):
         confidence: whether there is a confidence head.
         confidence_with_markov: whether it reads the Markov embedding of the token before, too.
         confidence_weight: of its term in the objective.
-        confidence_threshold: a proposal ends before the first token of less confidence than this, where the engine
-            supports it. Null: never.
     """
 
     kind = "dspark"
+    confidence_threshold: float | None = None
+    """Set by an engine that ends a proposal before the first token of less confidence."""
 
     def __init__(
         self,
@@ -61,7 +61,6 @@ class DSpark(BlockDraft):
         confidence: bool | None = None,
         confidence_with_markov: bool | None = None,
         confidence_weight: float = 1.0,
-        confidence_threshold: float | None = None,
         seed: int = 0,
     ) -> None:
         given = {
@@ -88,14 +87,7 @@ class DSpark(BlockDraft):
                 needed="a number of at least 0",
                 key=f"{KEY}.confidence_weight",
             )
-        if confidence_threshold is not None and not 0.0 <= confidence_threshold <= 1.0:
-            raise ConfigError(
-                "bad confidence_threshold",
-                found=confidence_threshold,
-                needed="a number from 0 to 1, or null",
-                key=f"{KEY}.confidence_threshold",
-            )
-        self.confidence_weight, self.confidence_threshold = confidence_weight, confidence_threshold
+        self.confidence_weight = confidence_weight
 
     def _make_parameters(self, config: BlockConfig, dtype: torch.dtype, generator: torch.Generator) -> None:
         super()._make_parameters(config, dtype, generator)

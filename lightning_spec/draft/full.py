@@ -23,6 +23,7 @@ from lightning_spec.draft.passes import run_passes
 from lightning_spec.draft.plan import PassPlan
 from lightning_spec.draft.tally import Tally, nothing
 from lightning_spec.draft.tensor_ranks import TensorRanks
+from lightning_spec.draft.validity import pass_labels
 from lightning_spec.loss.draft import DraftLoss
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def run_full(
         ahead.index(mine[scored.rows] + 1 + scored.passes),
         torch.ones_like(scored.rows, dtype=torch.bool),
         x.vocab,
+        labels=pass_labels(x, mine[scored.rows], scored.passes) if loss.needs_labels else None,
     )
     tally = Tally(draft.num_passes, plan.factor, positions.device)
     tally.add(scored.counts, scored.rows, positions.numel(), out.each, out.valid, out.agree, out.alpha)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from lightning_spec.draft.layers import DecoderLayer
 from lightning_spec.draft.plan import scored_rows
 from lightning_spec.draft.tally import Tally, nothing
 from lightning_spec.draft.tensor_ranks import TensorRanks
+from lightning_spec.draft.validity import next_tokens
 from lightning_spec.loss.draft import DraftLoss, DraftLossOutput
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def run(
         1.0 / max(float(totals["draft_rows"]), 1.0),
         dtype=torch.promote_types(normed.dtype, torch.float32),
     )
-    labels: dict[str, Any] = {"labels": next_tokens(x)[mine[rows]]} if getattr(loss, "needs_labels", False) else {}
+    labels = next_tokens(x.tokens, x.positions, x.sampled)[mine[rows]] if loss.needs_labels else None
     out = loss(
         _share(normed, TensorRanks(x.vocab)),
         head if x.vocab is None else head[x.vocab.start : x.vocab.stop],
@@ -73,7 +74,7 @@ def run(
         rows,
         torch.ones_like(rows, dtype=torch.bool),
         x.vocab,
-        **labels,
+        labels=labels,
     )
     objective = out.loss
     if not rows.numel():  # this rank has no part of it: its parameters still get (zero) gradients
@@ -117,14 +118,6 @@ def _attention(draft: DraftModel, x: DraftInputs) -> PassAttention:
         return RingAttention(shard)
     check_ulysses(draft.built().num_heads, draft.built().num_kv_heads, shard.size, "draft_attention")
     return UlyssesAttention(shard)
-
-
-def next_tokens(x: DraftInputs) -> Tensor:
-    """int64 [T], the token that the policy sampled after each row; -1 where it sampled none."""
-    labels = torch.full_like(x.tokens, -1)
-    good = x.sampled[1:] & (x.positions[1:] == x.positions[:-1] + 1)
-    labels[:-1] = torch.where(good, x.tokens[1:], -1)
-    return labels
 
 
 def _share(normed: Tensor, ranks: TensorRanks) -> Tensor:

@@ -31,7 +31,7 @@ from lightning_spec.draft.stream_gradients import Gradients, HeadGradient, Looku
 from lightning_spec.draft.stream_trunk import Trunk, pieces
 from lightning_spec.draft.tally import Tally
 from lightning_spec.draft.tensor_ranks import TensorRanks
-from lightning_spec.draft.validity import pass_counts
+from lightning_spec.draft.validity import pass_counts, pass_labels
 from lightning_spec.loss.draft import DraftLoss
 from lightning_spec.loss.heads import prepare_heads
 
@@ -173,6 +173,7 @@ class _Stream:
             d_head=self.d_head.rows,
             vocab=self.x.vocab,
             heads=self.heads,
+            labels=pass_labels(self.x, rows[scored], passes) if self.loss.needs_labels else None,
         )
         counts = pass_counts(depth, self.draft.num_passes).tolist()
         self.tally.add(counts, scored, rows.numel(), swept.each, swept.valid, swept.agree, swept.alpha)

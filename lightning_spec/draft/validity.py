@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from lightning_spec.draft.base import DraftInputs
 
 
 def pass_depth(positions: Tensor, sampled: Tensor, stop: Tensor, num_passes: int, max_positions: int) -> Tensor:
@@ -36,3 +41,21 @@ def pass_counts(depth: Tensor, num_passes: int) -> Tensor:
     """int64 [num_passes], the number of valid rows of each pass."""
     passes = torch.arange(num_passes, device=depth.device)
     return (depth[None, :] > passes[:, None]).sum(1)
+
+
+def next_tokens(tokens: Tensor, positions: Tensor, sampled: Tensor) -> Tensor:
+    """int64 [T], the token that the policy sampled after each row; -1 where it sampled none. Arguments [T], as in
+    `pass_depth`."""
+    labels = torch.full_like(tokens, -1)
+    good = sampled[1:] & (positions[1:] == positions[:-1] + 1)
+    labels[:-1] = torch.where(good, tokens[1:], -1)
+    return labels
+
+
+def pass_labels(x: DraftInputs, rows: Tensor, passes: Tensor) -> Tensor:
+    """int64 [R], the rollout's token x_{t+2+i} that pass i of anchor t predicts; -1 where there is none.
+
+    Args:
+        rows, passes: int64 [R], t (global) and i, within the depth of `pass_depth`: row t + 1 + i exists.
+    """
+    return next_tokens(x.tokens, x.positions, x.sampled)[rows + 1 + passes]

@@ -1,4 +1,4 @@
-"""EAGLE-3 and MTP over tensor-parallel ranks, alone and with context parallelism, equals one rank (CASES.md A3, B9, D6)."""
+"""EAGLE-3 and MTP over tensor-parallel ranks, alone and with context parallelism, equals one rank (A3, B9, D6)."""
 
 from __future__ import annotations
 

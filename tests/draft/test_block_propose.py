@@ -50,6 +50,7 @@ def build(variant: str, shape: PolicyShape, **options: Any) -> BlockDraft:
     return draft
 
 
+    assert x.policy_embedding is not None
 def propose(draft: BlockDraft, x: DraftInputs, bonus: list[int], k: int, **args: Any) -> Proposal:
     return draft.propose(
         x.features, x.tokens, x.lengths, torch.tensor(bonus), k,
@@ -70,6 +71,7 @@ def test_proposals_equal_the_training_forward_at_the_same_anchor(
         x.tokens = torch.cat([context.tokens[start : start + n], torch.tensor(BONUS[b : b + 1]), sampled.tokens[b]])
         x.features[:n] = context.features[start : start + n]
         x.policy_head, x.policy_embedding = context.policy_head, context.policy_embedding
+        assert x.policy_embedding is not None
         x.embeddings = x.policy_embedding[x.tokens]
         x.sampled = torch.arange(n + 1 + slots) >= n
         seen: list[Tensor] = []
@@ -179,33 +181,30 @@ def test_sampled_proposals_are_drawn_from_the_distributions_reported_with_them(
 
 
 def test_a_proposal_ends_before_the_first_token_of_less_confidence(make_shape: Shapes, make_inputs: Inputs) -> None:
-    x = make_inputs([6])
-    draft = build("dspark", make_shape())
+    draft, lengths = build("dspark", make_shape()), set()
     assert isinstance(draft, DSpark)
     assert draft.confidence_head is not None
     assert draft.markov_head is not None
-    assert x.policy_embedding is not None
-    whole = propose(draft, x, [3], 5)
-    with torch.no_grad():
-        states = plain(draft, x.features, 3, 5, x.policy_head, x.policy_embedding)
-        before = torch.tensor([3, *whole.tokens[0, :-1].tolist()])
-        read = torch.cat([states, draft.markov_head.markov_w1.weight[before]], -1)
-        proj = draft.confidence_head.proj
-        assert proj.bias is not None
-        chance = (read @ proj.weight[0] + proj.bias[0]).sigmoid().tolist()
-    assert len(set(chance)) == 5
-    lengths = set()
-    for threshold in [0.0, *(c + d for c in chance for d in (-1e-9, 1e-9)), 1.0]:
-        draft.confidence_threshold = min(max(threshold, 0.0), 1.0)
-        want = next((i for i, c in enumerate(chance) if c < draft.confidence_threshold), 5)
-        got = propose(draft, x, [3], 5)
-        assert torch.equal(got.tokens, whole.tokens[:, :want])
-        assert torch.equal(got.probs, whole.probs[:, :want])
-        lengths.add(want)
-    assert {0, 5} <= lengths
-    assert len(lengths) > 2
-    draft.confidence_threshold = None
-    assert propose(draft, x, [3], 5).tokens.shape == (1, 5)
+    proj, w1 = draft.confidence_head.proj, draft.markov_head.markov_w1.weight
+    assert proj.bias is not None
+    for seed, bonus in enumerate([3, 8, 11, 14, 17, 19]):
+        x = make_inputs([6], seed=seed)
+        assert x.policy_embedding is not None
+        draft.confidence_threshold = None
+        whole = propose(draft, x, [bonus], 5)
+        assert whole.tokens.shape == (1, 5)
+        with torch.no_grad():
+            states = plain(draft, x.features, bonus, 5, x.policy_head, x.policy_embedding)
+            read = torch.cat([states, w1[torch.tensor([bonus, *whole.tokens[0, :-1].tolist()])]], -1)
+            chance = (read @ proj.weight[0] + proj.bias[0]).sigmoid().tolist()
+        for threshold in [0.0, *(c + d for c in chance for d in (-1e-9, 1e-9)), 1.0]:
+            draft.confidence_threshold = min(max(threshold, 0.0), 1.0)
+            want = next((i for i, c in enumerate(chance) if c < draft.confidence_threshold), 5)
+            got = propose(draft, x, [bonus], 5)
+            assert torch.equal(got.tokens, whole.tokens[:, :want])
+            assert torch.equal(got.probs, whole.probs[:, :want])
+            lengths.add(want)
+    assert {0, 5} < lengths
 
 
 def test_with_several_sequences_a_proposal_ends_where_the_last_of_them_does(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_spec.draft import DraftInputs, Eagle3, VocabMap
-from lightning_spec.loss.draft import SoftCrossEntropy
+from lightning_spec.loss.draft import HardCrossEntropy, SoftCrossEntropy
 
 
 def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -32,7 +32,9 @@ def valid(x: DraftInputs, start: int, length: int, t: int, i: int) -> bool:
     return t + 1 + i <= length - 1 and all(bool(x.sampled[s]) and not bool(x.stop[s]) for s in span)
 
 
-def dense(draft: Eagle3, x: DraftInputs, totals: list[int] | None = None) -> tuple[Tensor, dict[str, float]]:
+def dense(
+    draft: Eagle3, x: DraftInputs, totals: list[int] | None = None, hard: bool = False
+) -> tuple[Tensor, dict[str, float]]:
     """Loss and per-pass means by loops over documents, anchors and passes: one explicit softmax a query."""
     cfg = draft.config
     assert cfg is not None
@@ -100,7 +102,13 @@ def dense(draft: Eagle3, x: DraftInputs, totals: list[int] | None = None) -> tup
                 teacher = (x.policy_head @ x.hidden[start + t + 1 + i]).detach()
                 p_full = teacher.softmax(-1)
                 p_draft = p_full if ids is None else teacher[ids].softmax(-1)
-                rows[i].append(-(p_draft * z.log_softmax(-1)).sum())
+                label = start + t + 2 + i
+                if not hard:
+                    rows[i].append(-(p_draft * z.log_softmax(-1)).sum())
+                elif t + 2 + i < length and bool(x.sampled[label]):
+                    rows[i].append(-z.log_softmax(-1)[int(x.tokens[label])])
+                else:
+                    rows[i].append(0.0 * z.sum())
                 top = int(z.argmax()) if ids is None else int(ids[z.argmax()])
                 alive[t] &= top == int(teacher.argmax())
                 agreed[i].append(top == int(teacher.argmax()))
@@ -205,6 +213,21 @@ def test_loss_gradients_and_metrics_equal_the_formulas(
     assert worst(grads(out.loss, draft), grads(want, draft)) < 1e-10
     got = {metric: float(num) / float(den) if float(den) else 0.0 for metric, (num, den, _) in out.metrics.items()}
     assert got == pytest.approx(means, abs=1e-10)
+
+
+@pytest.mark.parametrize("name", ["three_passes", "own_all"])
+@pytest.mark.parametrize("mode", MODES)
+def test_hard_cross_entropy_is_taken_to_the_rollout_s_own_token_of_each_pass(
+    name: str, mode: str, make_shape: Callable[..., Any], make_inputs: Callable[..., DraftInputs]
+) -> None:
+    draft = build(VARIANTS[name], make_shape(), mode=mode)
+    x = make_inputs(LENGTHS, sampled=SAMPLED, stop=STOP)
+    out = draft(x, HardCrossEntropy(), totals_of(draft, x))
+    want, means = dense(draft, x, hard=True)
+    assert abs(float(out.loss) - float(want)) < 1e-10
+    assert worst(grads(out.loss, draft), grads(want, draft)) < 1e-10
+    got = {metric: float(num) / float(den) for metric, (num, den, _) in out.metrics.items() if "loss" not in metric}
+    assert got == pytest.approx({metric: value for metric, value in means.items() if "loss" not in metric}, abs=1e-10)
 
 
 @pytest.mark.parametrize("name", ["seven_passes", "two_layers", "reduced_vocabulary", "own_all"])

@@ -75,7 +75,7 @@ def test_a_trained_and_refitted_draft_is_lossless_and_accepted_as_often_as_in_th
     with torch.no_grad():
         # As different in the two layers as a shared buffer would hide: each key has its own layer's norm.
         for scale, layer in zip((0.5, 2.0), draft.decoder_layers(), strict=True):
-            layer.self_attn.k_norm.weight.mul_(scale)  # type: ignore[union-attr,operator]
+            layer.self_attn.k_norm.weight.mul_(scale)  # type: ignore[union-attr]
     train(draft, model, texts, 6)
     engine = start_engine(policy, draft.export(tmp_path / "draft"), speculation=Speculation("dflash", K))
     try:
