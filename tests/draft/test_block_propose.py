@@ -50,8 +50,8 @@ def build(variant: str, shape: PolicyShape, **options: Any) -> BlockDraft:
     return draft
 
 
-    assert x.policy_embedding is not None
 def propose(draft: BlockDraft, x: DraftInputs, bonus: list[int], k: int, **args: Any) -> Proposal:
+    assert x.policy_embedding is not None
     return draft.propose(
         x.features, x.tokens, x.lengths, torch.tensor(bonus), k,
         policy_head=x.policy_head, policy_embedding=x.policy_embedding, **args,
