@@ -32,6 +32,7 @@ from lightning_spec.parallel.groups import (
     initialise_groups,
 )
 from lightning_spec.parallel.optimizer import JointOptimizer, ModelOptimizer
+from lightning_spec.parallel.placement import Placement
 from lightning_spec.parallel.sharded import Piece, save_pieces
 from lightning_spec.policy import PolicyModel, build_policy, new_policy_config, placements
 from lightning_spec.shapes import PolicyShape
@@ -120,6 +121,9 @@ class Draft(nn.Module):
             self.kernel = nn.Parameter(torch.randn(3, 2, 5, generator=generator))
             self.norm = nn.Parameter(torch.randn(7, generator=generator))
             self.register_buffer("map", torch.randint(0, 50, (9,), generator=generator))
+
+    def placements(self) -> dict[str, list[Placement]]:
+        return {name: [Placement.whole(name, tuple(param.shape))] for name, param in self.named_parameters()}
 
 
 class Module(nn.Module):
