@@ -92,7 +92,7 @@ def test_vllm_proposes_what_propose_does(
         logits.append(z[0])
         return z.argmax(-1), z.softmax(-1)
 
-    monkeypatch.setattr(propose_module, "_choose", greedy)
+    monkeypatch.setattr(propose_module, "choose", greedy)
     compared = 0
     for call in seen["calls"]:
         n = call.get("last", len(tokens)) + 1  # verified tokens
