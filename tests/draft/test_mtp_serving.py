@@ -77,10 +77,10 @@ def test_proposals_equal_the_training_passes_on_the_same_prefix(
         seen: list[Tensor] = []
 
         class Recorder(SoftCrossEntropy):
-            def __call__(self, hidden: Tensor, head: Tensor, *rest: Any, seen: list[Tensor] = seen) -> Any:
+            def __call__(self, hidden: Tensor, head: Tensor, *rest: Any, seen: list[Tensor] = seen, **more: Any) -> Any:
                 q = (hidden @ head.T / 0.9).softmax(-1).detach()
                 seen.extend(rows[0] for rows in q.split([K + 1 - i for i in range(K)]))  # a pass less, a row less
-                return super().__call__(hidden, head, *rest)
+                return super().__call__(hidden, head, *rest, **more)
 
         draft.set_attention("ring")
         draft(x, Recorder(), draft.counts(x))  # type: ignore[arg-type]
