@@ -94,3 +94,28 @@ def test_a_trained_and_refitted_draft_is_lossless_and_accepted_as_often_as_in_th
         assert min(after.per_position) > 10
     finally:
         engine.close()
+
+
+@pytest.mark.timeout(300)
+def test_a_window_and_causal_slots_are_served_as_they_are_trained(start_engine: Any, tiny: Any, tmp_path: Path) -> None:
+    policy = tmp_path / "policy"
+    model = tiny.make_policy(policy, 3, tied=True)
+    want = [tiny.greedy(model, prompt, COUNT) for prompt in PROMPTS]
+    texts = [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, want, strict=True)]
+    # A window much shorter than the texts, and a block's slots that do not see what comes after them.
+    draft = DFlash(block_size=K + 1, aux_layer_ids=[4, 7], mask_token_id=127, sliding_window=4, causal=True)
+    draft.build(PolicyShape.from_file(policy))
+    train(draft, model, texts, 40)
+    engine = start_engine(policy, draft.export(tmp_path / "draft"), speculation=Speculation("dflash", K))
+    try:
+        tokens, stats = generate(engine)
+        assert tokens == want
+        assert (tokens, stats) == by_reference(policy, draft, tmp_path / "first")
+        assert min(stats.per_position) > 10
+        # Served as if it saw everything, the same weights are not accepted as often.
+        whole = DFlash(block_size=K + 1, aux_layer_ids=[4, 7], mask_token_id=127)
+        whole.build(PolicyShape.from_file(policy))
+        whole.load_state_dict(draft.state_dict())
+        assert by_reference(policy, whole, tmp_path / "whole")[1] != stats
+    finally:
+        engine.close()
