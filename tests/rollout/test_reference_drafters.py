@@ -160,3 +160,27 @@ def test_a_confidence_threshold_shortens_proposals_and_changes_no_greedy_token(
         ReferenceEngine("draft", 3, confidence_threshold=0.5).start(files(policy, folders, "dflash"))
     with pytest.raises(ConfigError, match="bad confidence_threshold"):
         ReferenceEngine("draft", 3, confidence_threshold=1.5)
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_training_s_metric_walked_as_an_engine_walks_is_the_engine_s_acceptance_at_every_position(
+    policy: Path, folders: dict[str, Path], name: str
+) -> None:
+    from benchmarks.drafters_train import predict
+
+    longest = 30
+    requests = [Request((1, first, second)) for first in range(3, 7) for second in (4, 9)]
+    plain, drafted = ReferenceEngine("none"), ReferenceEngine("draft", 3)
+    plain.start(EngineFiles(policy))
+    drafted.start(files(policy, folders, name))
+    text = plain.generate(requests, Sampling(temperature=0.0, max_tokens=longest + 5))
+    drafted.generate(requests, Sampling(temperature=0.0, max_tokens=longest))
+    rollouts = [(request.prompt_tokens, completion.tokens) for request, completion in zip(requests, text, strict=True)]
+    given = files(policy, folders, name)
+    assert given.draft is not None
+    assert given.draft_class is not None
+    found = predict(policy, given.draft_class, given.draft, rollouts, 3, longest)
+    stats = drafted.stats()
+    assert stats.accepted > 0
+    assert found.drafts == stats.drafts
+    assert found.walked == pytest.approx([accepted / stats.drafts for accepted in stats.per_position], abs=1e-12)
