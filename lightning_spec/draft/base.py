@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Protocol, Self, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,14 @@ from torch import Tensor, nn
 from lightning_spec.attention.cost import DraftWork
 from lightning_spec.attention.zigzag import Shard
 from lightning_spec.batch import PackedBatch
+from lightning_spec.draft.config import KEY
 from lightning_spec.errors import ConfigError
 from lightning_spec.loss.vocab import VocabShard
 from lightning_spec.metrics import Reduction
 from lightning_spec.parallel.placement import Placement
 from lightning_spec.shapes import PolicyShape
+
+_Config = TypeVar("_Config")
 
 AttentionMode = Literal["auto", "stream", "ring", "ulysses"]
 """How a draft attends over context-parallel ranks (and, with one rank, whether it streams)."""
@@ -95,6 +98,18 @@ class Proposal:
 
     tokens: Tensor
     probs: Tensor
+
+
+class HasPositions(Protocol):
+    @property
+    def max_positions(self) -> int: ...
+
+
+def need_built(config: _Config | None) -> _Config:
+    """The settings that `build` has made. Raises RuntimeError before it."""
+    if config is None:
+        raise RuntimeError("the draft has no parameters yet: call build(shape) first")
+    return config
 
 
 class Draft(nn.Module, ABC):
@@ -197,13 +212,24 @@ class Draft(nn.Module, ABC):
         """Start what a new draft owns from the policy's own ([V, C] each), once, after `build`. Nothing by default."""
         del policy_head, policy_embedding
 
-    @abstractmethod
+    def built(self) -> HasPositions:
+        """The draft's settings. Raises RuntimeError before `build`."""
+        raise NotImplementedError
+
     def check_length(self, length: int) -> None:
         """Refuse a rollout length (prompt and completion, in tokens) that the draft's positions do not cover.
 
         Raises:
             ConfigError: the engine would clamp positions, and the draft would be served as it was not trained.
         """
+        longest = self.built().max_positions
+        if length > longest:
+            raise ConfigError(
+                "the draft has fewer positions than a rollout is long",
+                found=f"max_position_embeddings {longest}",
+                needed=f"at least {length}",
+                key=f"{KEY}.max_positions",
+            )
 
     @abstractmethod
     def row_products(self) -> float:
@@ -236,9 +262,13 @@ class Draft(nn.Module, ABC):
             totals: `counts` summed over the optimiser step and over every rank that splits tokens.
         """
 
-    @abstractmethod
     def engine_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors that the engine needs, under its checkpoint's names. Borrowed ones are never among them."""
+        """The tensors that the engine needs, under its checkpoint's names: the draft's state, whose modules carry them.
+
+        Borrowed tensors are none of the state. They are never sent, as a refit would then overwrite the policy's.
+        """
+        self.need_parameters()
+        return iter(self.state_dict().items())
 
     @abstractmethod
     def load_tensors(self, tensors: Iterable[tuple[str, Tensor]], source: str) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,13 +13,13 @@ from torch import Tensor, nn
 from lightning_spec.attention.rope import RotaryEmbedding
 from lightning_spec.batch import PackedBatch
 from lightning_spec.draft.anchors import Anchors, slot_depth
-from lightning_spec.draft.base import AttentionMode, Draft, DraftInputs, DraftOutput, Proposal
+from lightning_spec.draft.base import AttentionMode, Draft, DraftInputs, DraftOutput, need_built
 from lightning_spec.draft.block_config import BlockConfig, new_block_config
 from lightning_spec.draft.block_layers import Attend, BlockLayer, ConfidenceHead, MarkovHead
 from lightning_spec.draft.block_propose import propose
 from lightning_spec.draft.block_run import MoreLoss, run_blocks
 from lightning_spec.draft.checkpoint import assign, canonical_name, read_tensors, tensor_names, write_checkpoint
-from lightning_spec.draft.config import KEY, lengthened, read_config
+from lightning_spec.draft.config import KEY, agree, read_config, rotary, with_positions
 from lightning_spec.draft.layers import Linear, RMSNorm
 from lightning_spec.draft.tally import Tally, nothing
 from lightning_spec.errors import ConfigError
@@ -78,9 +77,7 @@ class BlockDraft(Draft):
         config.check(shape)
         self._policy_layers = shape.num_layers
         self.aux_layer_ids, self.embedding_ids = config.aux_layer_ids, (config.mask_token_id,)
-        self.rope = RotaryEmbedding(
-            config.head_dim, config.rope.theta, config.max_positions, config.rope.scaling, config.rope.partial_factor
-        )
+        self.rope = rotary(config.rope, config.head_dim, config.max_positions)
         self._make_parameters(config, dtype, torch.Generator().manual_seed(self.seed if seed is None else seed))
         self.config = config
         if self.path is not None:
@@ -99,16 +96,8 @@ class BlockDraft(Draft):
             if isinstance(held, tuple) and not isinstance(every, tuple):
                 every = (wanted,) * config.num_layers
             if held != every:
-                raise ConfigError(
-                    f"{name} contradicts the draft's checkpoint",
-                    found=wanted,
-                    needed=f"{held} as in {where}, or null",
-                    key=f"{KEY}.{name}",
-                )
-        longest = self._given.get("max_positions")
-        if longest is None:
-            return config
-        return replace(config, max_positions=longest, rope=lengthened(config.rope, longest))
+                agree(name, wanted, held, where)
+        return with_positions(config, self._given.get("max_positions"))
 
     def _make_parameters(self, config: BlockConfig, dtype: torch.dtype, generator: torch.Generator) -> None:
         hidden = config.hidden_size
@@ -132,9 +121,7 @@ class BlockDraft(Draft):
         self.markov_head, self.confidence_head = None, None
 
     def built(self) -> BlockConfig:
-        if self.config is None:
-            raise RuntimeError("the draft has no parameters yet: call build(shape) first")
-        return self.config
+        return need_built(self.config)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -187,16 +174,6 @@ class BlockDraft(Draft):
             )
         super().set_attention(mode, memory_limit)
 
-    def check_length(self, length: int) -> None:
-        longest = self.built().max_positions
-        if length > longest:
-            raise ConfigError(
-                "the draft has fewer positions than a rollout is long",
-                found=f"max_position_embeddings {longest}",
-                needed=f"at least {length}",
-                key=f"{KEY}.max_positions",
-            )
-
     def row_products(self) -> float:
         config = self.built()
         width, kv = config.hidden_size, config.num_kv_heads * config.head_dim
@@ -237,39 +214,9 @@ class BlockDraft(Draft):
     @abstractmethod
     def speculative_config(self, num_speculative_tokens: int) -> dict[str, Any]: ...
 
-    def propose(
-        self,
-        features: Tensor,
-        tokens: Tensor,
-        lengths: list[int],
-        bonus: Tensor,
-        k: int,
-        *,
-        policy_head: Tensor,
-        policy_embedding: Tensor,
-        temperature: float = 0.0,
-        generator: torch.Generator | None = None,
-    ) -> Proposal:
-        self.need_parameters()
-        return propose(
-            self,
-            features,
-            tokens,
-            lengths,
-            bonus,
-            k,
-            policy_head=policy_head,
-            policy_embedding=policy_embedding,
-            temperature=temperature,
-            generator=generator,
-        )
+    propose = propose
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
-
-    def engine_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        # The modules carry the engine's names. Head and embedding are the policy's: never sent, so never overwritten.
-        self.need_parameters()
-        return iter(self.state_dict().items())
 
     def load_tensors(self, tensors: Iterable[tuple[str, Tensor]], source: str) -> None:
         self.built()

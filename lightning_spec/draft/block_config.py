@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_spec.draft.config import KEY, check_aux_layers, default_aux_layers, policy_rope, same_fields
+from lightning_spec.draft.config import KEY, check_aux_layers, default_aux_layers, policy_rope, rope_json, same_fields
 from lightning_spec.errors import ConfigError
 from lightning_spec.shapes import PolicyShape, RopeConfig, read_rope
 
@@ -144,9 +144,6 @@ class BlockConfig:
 
     def to_json(self) -> dict[str, Any]:
         """config.json as vLLM's qwen3_dflash and qwen3_dspark read it."""
-        rope: dict[str, Any] = {"rope_type": "default", **(self.rope.scaling or {}), "rope_theta": self.rope.theta}
-        if self.rope.partial_factor != 1.0:
-            rope["partial_rotary_factor"] = self.rope.partial_factor
         window = self.windows[0]
         layers = [layer - 1 for layer in self.aux_layer_ids]
         nested: dict[str, Any] = {
@@ -171,8 +168,7 @@ class BlockConfig:
             "attention_bias": False,
             "rms_norm_eps": self.norm_eps,
             "max_position_embeddings": self.max_positions,
-            "rope_theta": self.rope.theta,
-            "rope_parameters": rope,
+            **rope_json(self.rope),
             "tie_word_embeddings": False,
             "layer_types": [FULL if window is None else SLIDING] * self.num_layers,
             "use_sliding_window": window is not None,

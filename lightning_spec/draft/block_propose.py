@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_spec.attention.block import block_attention
 from lightning_spec.draft.base import Proposal
-from lightning_spec.draft.propose import choose
+from lightning_spec.draft.propose import check_sequences, choose
 
 if TYPE_CHECKING:
     from lightning_spec.draft.block import BlockDraft
@@ -26,8 +26,8 @@ def propose(
     *,
     policy_head: Tensor,
     policy_embedding: Tensor,
-    temperature: float,
-    generator: torch.Generator | None,
+    temperature: float = 0.0,
+    generator: torch.Generator | None = None,
 ) -> Proposal:
     """`Draft.propose` of a block drafter: one block behind each sequence's verified tokens.
 
@@ -36,8 +36,8 @@ def propose(
     the proposals end before the first one of less confidence (with several sequences: where the last of them ends).
     """
     config = draft.built()
-    if not lengths or min(lengths) < 1 or len(lengths) != bonus.numel() or sum(lengths) != tokens.numel():
-        raise ValueError(f"lengths {lengths} do not fit {tokens.numel()} tokens and {bonus.numel()} bonus tokens")
+    draft.need_parameters()
+    check_sequences(tokens, lengths, bonus)
     if not 1 <= k <= config.proposals:
         raise ValueError(f"{k} proposals of a block that gives 1 to {config.proposals}")
     states = blocks(draft, features, lengths, bonus, k, policy_embedding)

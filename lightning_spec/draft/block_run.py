@@ -18,14 +18,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_spec.attention.block import block_attention, moved_block_attention, ring_block_attention
+from lightning_spec.attention.kernels import accumulation_dtype
 from lightning_spec.draft.ahead import Ahead, wanted
 from lightning_spec.draft.anchors import Anchors
 from lightning_spec.draft.base import DraftInputs, DraftMetrics, DraftOutput
-from lightning_spec.draft.block_trunk import Sums, Trunk, wide
+from lightning_spec.draft.block_trunk import Trunk
 from lightning_spec.draft.plan import cut, scored_rows
+from lightning_spec.draft.stream_gradients import Gradients, formed
 from lightning_spec.draft.tally import Tally
 from lightning_spec.draft.tensor_ranks import TensorRanks
 from lightning_spec.draft.validity import pass_counts
@@ -57,22 +58,9 @@ def run_blocks(
         totals: anchors that slot s is scored at in the whole step under "draft_slot_<s>".
     """
     run = _Run(draft, x, loss, anchors, totals)
-    objective: Tensor = _Blocks.apply(run, *run.sums.parameters)
+    objective = formed(run.run, run.gradients)
     more = {} if run.more is None else run.more.metrics()
     return DraftOutput(objective, run.tally.metrics() | more)
-
-
-class _Blocks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, run: _Run, *parameters: Tensor) -> Tensor:
-        objective = run.run()
-        ctx.gradients = run.sums.take()
-        return objective
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *((gradient * upstream).to(dtype) for gradient, dtype in ctx.gradients)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +99,7 @@ class _Run:
     ) -> None:
         self.draft, self.x, self.loss, self.anchors = draft, x, loss, anchors
         self.config, self.shard, self.ranks = draft.built(), x.split, TensorRanks(x.vocab)
-        self.sums = Sums(draft)
+        self.gradients = Gradients(draft)
         self.device = x.tokens.device
         self.tally = Tally(anchors.slots, 1.0, self.device)
         self.more = draft.more_loss()
@@ -123,19 +111,19 @@ class _Run:
             raise ValueError(f"policy_head has {x.policy_head.shape[0]} rows, this rank's vocabulary {needed}")
 
     def run(self) -> Tensor:
-        """The loss (no graph); afterwards `sums`, `tally` and `more` are complete."""
+        """The loss (no graph); afterwards `gradients`, `tally` and `more` are complete."""
         held = torch.arange(self.x.tokens.numel()) if self.shard is None else self.shard.rows
         positions = self.x.positions[held.to(self.device)]
-        trunk = Trunk(self.draft, self.x.features, positions, self.sums, self.draft.token_budget)
+        trunk = Trunk(self.draft, self.x.features, positions, self.gradients, self.draft.token_budget)
         keys = trunk.keys()
-        grads = [torch.zeros_like(key, dtype=wide(key.dtype)) for key in keys] if self.sums else []
+        grads = [torch.zeros_like(key, dtype=accumulation_dtype(key.dtype)) for key in keys] if self.gradients else []
         chunks, ahead = self._deal()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for chunk in chunks:
             total += self._chunk(chunk, ahead, keys, grads)
-        if self.sums:
+        if self.gradients:
             trunk.backward(grads)
-        return total.to(wide(self.draft.dtype))
+        return total.to(accumulation_dtype(self.draft.dtype))
 
     # ---- who computes what ------------------------------------------------------------------------------------------
 
@@ -178,17 +166,16 @@ class _Run:
     def _chunk(self, chunk: _Chunk, ahead: Ahead, keys: Sequence[Tensor], grads: Sequence[Tensor]) -> Tensor:
         """Forward, loss and backward of a chunk's blocks; returns their part of the loss."""
         scored = self._scored(chunk)
-        leaves = [key.requires_grad_() if self.sums else key for key in map(Tensor.detach, keys)]
-        with torch.set_grad_enabled(bool(self.sums)):
+        leaves = [key.requires_grad_() if self.gradients else key for key in map(Tensor.detach, keys)]
+        with torch.set_grad_enabled(bool(self.gradients)):
             own = self._states(chunk, scored, ahead, leaves)
         normed = self._gather(chunk, scored, own)
         total, d_normed = self._score(chunk, scored, ahead, normed)
-        if self.sums:
+        if self.gradients:
             # Even without rows of its own a rank takes part in the messages of attention's backward.
             back = own.new_zeros(own.shape) if d_normed is None else d_normed[scored.mine].to(own.dtype)
-            for sum_, grad in zip(grads, self.sums.backward([own], [back], leaves), strict=True):
-                if grad is not None:
-                    sum_ += grad
+            for sum_, grad in zip(grads, self.gradients.backward([own], [back], leaves), strict=True):
+                sum_ += grad
         return total
 
     def _scored(self, chunk: _Chunk) -> _Scored:
@@ -236,15 +223,15 @@ class _Run:
         if not normed.shape[0]:
             return none, None
         draft, x = self.draft, self.x
-        normed.requires_grad_(bool(self.sums))
+        normed.requires_grad_(bool(self.gradients))
         # Two steps, as each rank adds the rows of its own anchors alone to the table of embeddings.
         markov, tokens = None, x.tokens[scored.rows]
         if draft.markov_head is not None:
-            markov = draft.markov_head.embed(tokens).detach().requires_grad_(bool(self.sums))
+            markov = draft.markov_head.embed(tokens).detach().requires_grad_(bool(self.gradients))
         labels = None
         if self.loss.needs_labels or draft.slot_weights.dynamic:
             labels = x.tokens[scored.rows + 1]
-        with torch.set_grad_enabled(bool(self.sums)):
+        with torch.set_grad_enabled(bool(self.gradients)):
             bias = None
             if draft.markov_head is not None and markov is not None:
                 table = draft.markov_head.markov_w2.weight
@@ -272,18 +259,15 @@ class _Run:
         counts = pass_counts(chunk.depth, self.anchors.slots).tolist()
         self.tally.add(counts, scored.index, chunk.rows.numel(), out.each, out.valid, out.agree, out.alpha)
         leaves = [normed] if markov is None else [normed, markov]
-        found = self.sums.backward([total], [torch.ones_like(total)], leaves) if self.sums else []
+        found = self.gradients.backward([total], [torch.ones_like(total)], leaves) if self.gradients else []
         if extra is not None:
             # Every tensor-parallel rank computes all of it: one adds the gradients of its parameters.
-            if self.sums:
-                one = [torch.ones_like(extra)]
-                found = [
-                    _add(a, b)
-                    for a, b in zip(found, self.sums.backward([extra], one, leaves, not self.ranks.rank), strict=True)
-                ]
+            if self.gradients:
+                more = self.gradients.backward([extra], [torch.ones_like(extra)], leaves, add=not self.ranks.rank)
+                found = [a + b for a, b in zip(found, more, strict=True)]
             total = total + extra
-        if draft.markov_head is not None and found and found[1] is not None:
-            rows = self.sums.of(draft.markov_head.markov_w1.weight)
+        if draft.markov_head is not None and found:
+            rows = self.gradients.sum_of(draft.markov_head.markov_w1.weight)
             if rows is not None:
                 rows.index_add_(0, tokens[scored.mine], found[1][scored.mine].to(rows.dtype))
         return total.detach().double(), found[0] if found else None
@@ -291,7 +275,9 @@ class _Run:
     def _weight(self, chunk: _Chunk, scored: _Scored, objective: Any, normed: Tensor) -> Tensor:
         """[R], weights of the scored rows: of the slot, over the step's count of it."""
         shape = (chunk.rows.numel(), self.anchors.slots)
-        alpha, label_prob = (torch.zeros(shape, dtype=wide(normed.dtype), device=self.device) for _ in range(2))
+        alpha, label_prob = (
+            torch.zeros(shape, dtype=accumulation_dtype(normed.dtype), device=self.device) for _ in range(2)
+        )
         valid = chunk.depth.to(self.device)[:, None] > torch.arange(self.anchors.slots, device=self.device)
         at = (scored.index, scored.slots)
         if self.draft.slot_weights.dynamic:
@@ -309,7 +295,3 @@ def _mask_embedding(draft: BlockDraft, x: DraftInputs) -> Tensor:
     if x.policy_embedding is None:
         raise ValueError("a block drafter needs the mask token's embedding: `special`, or the whole `policy_embedding`")
     return x.policy_embedding[draft.built().mask_token_id]
-
-
-def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return b if a is None else a if b is None else a + b

@@ -14,7 +14,7 @@ from lightning_spec.attention.rope import RotaryEmbedding
 from lightning_spec.batch import PackedBatch
 from lightning_spec.draft.ahead import Ahead
 from lightning_spec.draft.attention import PassAttention
-from lightning_spec.draft.base import Draft, DraftInputs, DraftOutput, Proposal
+from lightning_spec.draft.base import Draft, DraftInputs, DraftOutput
 from lightning_spec.draft.chain import PassChain
 from lightning_spec.draft.config import KEY
 from lightning_spec.draft.full import run_full
@@ -143,16 +143,6 @@ class ChainedDraft(Draft):
 
     # ---- training ---------------------------------------------------------------------------------------------------
 
-    def check_length(self, length: int) -> None:
-        longest = self.built().max_positions
-        if length > longest:
-            raise ConfigError(
-                "the draft has fewer positions than a rollout is long",
-                found=f"max_position_embeddings {longest}",
-                needed=f"at least {length}",
-                key=f"{KEY}.max_positions",
-            )
-
     def set_acceptance(self, by_position: Sequence[float]) -> None:
         """With `pass_weights: acceptance`: weigh pass i by the measured chance that serving gets there.
 
@@ -213,7 +203,7 @@ class ChainedDraft(Draft):
         mode = resolve_mode(self, x, plan)
         if mode == "stream":
             return run_stream(self, x, loss, plan, self.chunk_rows)
-        return run_full(self, x, loss, plan, pass_attention(self, x, mode))
+        return run_full(self, x, loss, plan, pass_attention(self.built(), x, mode))
 
     def _depth(self, batch: DraftInputs | PackedBatch) -> Tensor:
         longest = self.built().max_positions
@@ -235,29 +225,4 @@ class ChainedDraft(Draft):
 
     # ---- serving ----------------------------------------------------------------------------------------------------
 
-    def propose(
-        self,
-        features: Tensor,
-        tokens: Tensor,
-        lengths: list[int],
-        bonus: Tensor,
-        k: int,
-        *,
-        policy_head: Tensor,
-        policy_embedding: Tensor,
-        temperature: float = 0.0,
-        generator: torch.Generator | None = None,
-    ) -> Proposal:
-        self.need_parameters()
-        return propose(
-            self,
-            features,
-            tokens,
-            lengths,
-            bonus,
-            k,
-            policy_head=policy_head,
-            policy_embedding=policy_embedding,
-            temperature=temperature,
-            generator=generator,
-        )
+    propose = propose

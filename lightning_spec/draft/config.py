@@ -7,13 +7,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from lightning_spec.attention.rope import RotaryEmbedding
 from lightning_spec.errors import ConfigError
 from lightning_spec.shapes import PolicyShape, RopeConfig, read_rope
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 KEY = "model.draft.init_args"
+Config = TypeVar("Config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +109,6 @@ class Eagle3Config:
 
     def to_json(self) -> dict[str, Any]:
         """config.json as vLLM's llama_eagle3 and transformers' LlamaConfig read it."""
-        rope: dict[str, Any] = {"rope_type": "default", **(self.rope.scaling or {}), "rope_theta": self.rope.theta}
-        if self.rope.partial_factor != 1.0:
-            rope["partial_rotary_factor"] = self.rope.partial_factor
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
@@ -127,8 +126,7 @@ class Eagle3Config:
             "mlp_bias": False,
             "rms_norm_eps": self.norm_eps,
             "max_position_embeddings": self.max_positions,
-            "rope_theta": self.rope.theta,
-            "rope_parameters": rope,
+            **rope_json(self.rope),
             "tie_word_embeddings": False,
             "eagle_aux_hidden_state_layer_ids": list(self.aux_layer_ids),
             "num_aux_hidden_states": len(self.aux_layer_ids),
@@ -225,6 +223,17 @@ def same_fields(built: Any, found: Any, where: str) -> None:
             )
 
 
+def agree(name: str, wanted: object, held: object, where: str, whose: str = "draft") -> None:
+    """Raise ConfigError where a given argument is not what the checkpoint in the file `where` has."""
+    if wanted != held:
+        raise ConfigError(
+            f"{name} contradicts the {whose}'s checkpoint",
+            found=wanted,
+            needed=f"{held} as in {where}, or null",
+            key=f"{KEY}.{name}",
+        )
+
+
 def read_config(folder: str | Path) -> tuple[dict[str, Any], str]:
     """(contents, name for errors) of a draft folder's config.json."""
     path = Path(folder) / "config.json"
@@ -242,6 +251,26 @@ def lengthened(rope: RopeConfig, max_positions: int) -> RopeConfig:
     if scaling is not None and rope.rope_type in ("llama3", "yarn"):
         scaling.setdefault("original_max_position_embeddings", rope.max_positions)
     return dataclasses.replace(rope, max_positions=max_positions, scaling=scaling)
+
+
+def with_positions(config: Config, max_positions: int | None) -> Config:
+    """A draft's config (a dataclass with `max_positions` and `rope`) with another maximum; None keeps its own."""
+    if max_positions is None:
+        return config
+    rope = lengthened(config.rope, max_positions)  # type: ignore[attr-defined]
+    return dataclasses.replace(config, max_positions=max_positions, rope=rope)  # type: ignore[type-var]
+
+
+def rope_json(rope: RopeConfig) -> dict[str, Any]:
+    """The rotary settings in a config.json, as transformers 4 and 5 spell them."""
+    parameters: dict[str, Any] = {"rope_type": "default", **(rope.scaling or {}), "rope_theta": rope.theta}
+    if rope.partial_factor != 1.0:
+        parameters["partial_rotary_factor"] = rope.partial_factor
+    return {"rope_theta": rope.theta, "rope_parameters": parameters}
+
+
+def rotary(rope: RopeConfig, head_dim: int, max_positions: int) -> RotaryEmbedding:
+    return RotaryEmbedding(head_dim, rope.theta, max_positions, rope.scaling, rope.partial_factor)
 
 
 def policy_rope(shape: PolicyShape, head_dim: int, max_positions: int) -> RopeConfig:

@@ -13,10 +13,8 @@ from lightning_spec.draft.block_config import BlockConfig
 from lightning_spec.draft.block_layers import ConfidenceHead, MarkovHead
 from lightning_spec.draft.config import KEY
 from lightning_spec.errors import ConfigError
-from lightning_spec.loss.confidence import confidence_loss
+from lightning_spec.loss.confidence import calibration, confidence_loss
 from lightning_spec.loss.position import PositionWeights
-
-_BINS = 10
 
 
 class DSpark(BlockDraft):
@@ -115,20 +113,18 @@ class _Confidence:
 
     def __init__(self, head: ConfidenceHead, weight: float) -> None:
         self.head, self.weight = head, weight
-        self.sums = torch.zeros(_BINS + 2, dtype=torch.float64, device=head.proj.weight.device)
+        nobody = torch.zeros(0, device=head.proj.weight.device)
+        self.sums = calibration(nobody, nobody, nobody.bool())
 
     def __call__(self, normed: Tensor, markov: Tensor | None, alpha: Tensor, weight: Tensor) -> Tensor:
         logits = self.head(normed, markov)
-        chance, target = logits.detach().sigmoid().double(), alpha.double().clamp(0.0, 1.0)
-        bins = (chance * _BINS).long().clamp(max=_BINS - 1)
-        self.sums[:_BINS].index_add_(0, bins, chance - target)
-        self.sums[_BINS] += (chance - target).square().sum()
-        self.sums[_BINS + 1] += chance.numel()
+        for name, value in calibration(logits.sigmoid(), alpha, torch.ones_like(alpha, dtype=torch.bool)).items():
+            self.sums[name] += value
         return self.weight * confidence_loss(logits, alpha, weight)
 
     def metrics(self) -> DraftMetrics:
-        *errors, brier, rows = self.sums.unbind(0)
-        found: DraftMetrics = {"draft/confidence_brier": (brier, rows, "mean")}
-        for b, error in enumerate(errors):
+        rows = self.sums["rows"]
+        found: DraftMetrics = {"draft/confidence_brier": (self.sums["brier"], rows, "mean")}
+        for b, error in enumerate(self.sums["bin_confidence"] - self.sums["bin_target"]):
             found[f"draft/confidence_error_{b}"] = (error, rows, "mean")
         return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -11,10 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_spec.attention.rope import RotaryEmbedding
+from lightning_spec.draft.base import need_built
 from lightning_spec.draft.chained import ChainedDraft
 from lightning_spec.draft.checkpoint import assign, read_tensors, tensor_names, write_checkpoint
-from lightning_spec.draft.config import KEY, Eagle3Config, read_config
+from lightning_spec.draft.config import KEY, Eagle3Config, read_config, rotary
 from lightning_spec.draft.layers import DecoderLayer, Linear, RMSNorm
 from lightning_spec.draft.resolve import from_checkpoint, from_policy
 from lightning_spec.draft.vocab import VocabMap
@@ -130,9 +130,7 @@ class Eagle3(ChainedDraft):
         config.check(shape)
         self._policy_layers = shape.num_layers
         self.aux_layer_ids = config.aux_layer_ids
-        self.rope = RotaryEmbedding(
-            config.head_dim, config.rope.theta, config.max_positions, config.rope.scaling, config.rope.partial_factor
-        )
+        self.rope = rotary(config.rope, config.head_dim, config.max_positions)
         self._make_parameters(config, dtype, torch.Generator().manual_seed(self.seed if seed is None else seed))
         self.config = config
         if self.path is not None:
@@ -232,9 +230,7 @@ class Eagle3(ChainedDraft):
         return None if self.d2t is None else self.d2t + torch.arange(self.d2t.numel(), device=self.d2t.device)
 
     def built(self) -> Eagle3Config:
-        if self.config is None:
-            raise RuntimeError("the draft has no parameters yet: call build(shape) first")
-        return self.config
+        return need_built(self.config)
 
     # ---- serving ----------------------------------------------------------------------------------------------------
 
@@ -242,11 +238,6 @@ class Eagle3(ChainedDraft):
         return {"method": "eagle3", "num_speculative_tokens": num_speculative_tokens}
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
-
-    def engine_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        # The modules carry the engine's names. Borrowed tensors are none of the state: never sent, so never aliased.
-        self.need_parameters()
-        return iter(self.state_dict().items())
 
     def load_tensors(self, tensors: Iterable[tuple[str, Tensor]], source: str) -> None:
         self.built()

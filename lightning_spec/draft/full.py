@@ -58,7 +58,7 @@ def run_full(
     scored = run_passes(draft, chain, output, depth, plan.sizes, embed)
     weight = scored.normed.new_tensor(plan.weights, dtype=torch.promote_types(scored.normed.dtype, torch.float32))
     out = loss(
-        _share(scored.normed, TensorRanks(x.vocab)),
+        TensorRanks(x.vocab).share(scored.normed),
         head.weight,
         ahead.hidden,
         x.policy_head,
@@ -75,11 +75,3 @@ def run_full(
     if not scored.rows.numel():  # this rank has no part of it: its parameters still get (zero) gradients
         objective = objective + nothing(draft.parameters(), x.hidden).to(objective.dtype)
     return DraftOutput(objective, tally.metrics())
-
-
-def _share(normed: Tensor, ranks: TensorRanks) -> Tensor:
-    """The same values; gradients reach this tensor-parallel rank's rows alone."""
-    if ranks.size == 1:
-        return normed
-    mine = ranks.cut(normed.shape[0])
-    return torch.cat([normed[: mine.start].detach(), normed[mine], normed[mine.stop :].detach()])

@@ -50,7 +50,7 @@ class Attention(nn.Module):
 
     Args:
         inputs: width of what is attended from; `hidden`: of the result.
-        bias: of the q, k and v projections (Qwen2).
+        bias: of the q, k and v projections (Qwen2).  out_bias: of the output projection.
         norm_eps: of RMS norms over each head's q and k (Qwen3); None: there are none.
     """
 
@@ -66,13 +66,14 @@ class Attention(nn.Module):
         out_gain: float,
         bias: bool = False,
         norm_eps: float | None = None,
+        out_bias: bool = False,
     ):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.q_proj = Linear(inputs, heads * head_dim, dtype, generator, bias=bias)
         self.k_proj = Linear(inputs, kv_heads * head_dim, dtype, generator, bias=bias)
         self.v_proj = Linear(inputs, kv_heads * head_dim, dtype, generator, bias=bias)
-        self.o_proj = Linear(heads * head_dim, hidden, dtype, generator, out_gain)
+        self.o_proj = Linear(heads * head_dim, hidden, dtype, generator, out_gain, bias=out_bias)
         self.q_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps, dtype)
         self.k_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps, dtype)
 
@@ -93,11 +94,19 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, hidden: int, inner: int, dtype: torch.dtype, generator: torch.Generator, out_gain: float):
+    def __init__(
+        self,
+        hidden: int,
+        inner: int,
+        dtype: torch.dtype,
+        generator: torch.Generator,
+        out_gain: float,
+        bias: bool = False,
+    ):
         super().__init__()
-        self.gate_proj = Linear(hidden, inner, dtype, generator)
-        self.up_proj = Linear(hidden, inner, dtype, generator)
-        self.down_proj = Linear(inner, hidden, dtype, generator, out_gain)
+        self.gate_proj = Linear(hidden, inner, dtype, generator, bias=bias)
+        self.up_proj = Linear(hidden, inner, dtype, generator, bias=bias)
+        self.down_proj = Linear(inner, hidden, dtype, generator, out_gain, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -124,7 +133,7 @@ class PassLayer(nn.Module):
 
 class DecoderLayer(PassLayer):
     """One layer. The first one reads [norm(embedding) ; norm(hidden)], the others their predecessor's output alone
-    (vLLM's llama_eagle3.py)."""
+    (vLLM's llama_eagle3.py): a plain layer of Llama, or with biases and norms of q and k of one of its relatives."""
 
     def __init__(
         self,
@@ -140,12 +149,28 @@ class DecoderLayer(PassLayer):
         dtype: torch.dtype,
         generator: torch.Generator,
         out_gain: float,
+        bias: bool = False,
+        out_bias: bool = False,
+        mlp_bias: bool = False,
+        qk_norm: bool = False,
     ):
         super().__init__()
         self.first, self.norm_before_residual = first, norm_before_residual
         width = 2 * hidden if first else hidden
-        self.self_attn = Attention(width, hidden, heads, kv_heads, head_dim, dtype, generator, out_gain)
-        self.mlp = MLP(hidden, inner, dtype, generator, out_gain)
+        self.self_attn = Attention(
+            width,
+            hidden,
+            heads,
+            kv_heads,
+            head_dim,
+            dtype,
+            generator,
+            out_gain,
+            bias=bias,
+            norm_eps=eps if qk_norm else None,
+            out_bias=out_bias,
+        )
+        self.mlp = MLP(hidden, inner, dtype, generator, out_gain, bias=mlp_bias)
         self.input_layernorm = RMSNorm(hidden, eps, dtype)
         if first:
             self.hidden_norm = RMSNorm(hidden, eps, dtype)

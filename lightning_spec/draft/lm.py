@@ -9,11 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_spec.attention.rope import RotaryEmbedding
 from lightning_spec.batch import PackedBatch
-from lightning_spec.draft.base import AttentionMode, Draft, DraftInputs, DraftOutput, Proposal
+from lightning_spec.draft.base import AttentionMode, Draft, DraftInputs, DraftOutput, Proposal, need_built
 from lightning_spec.draft.checkpoint import assign, read_tensors, write_checkpoint
-from lightning_spec.draft.config import KEY
+from lightning_spec.draft.config import KEY, rotary
 from lightning_spec.draft.layers import DecoderLayer, Linear, RMSNorm
 from lightning_spec.draft.lm_config import new_lm, read_lm, same, stored_lm, to_json
 from lightning_spec.draft.lm_run import predicted, propose, run
@@ -89,10 +88,7 @@ class DraftModel(Draft):
         if self.config is not None:
             return
         config = new_lm(self._given, shape) if self.path is None else stored_lm(self.path, self._given, shape)
-        rope = config.rope
-        self.rope = RotaryEmbedding(
-            config.head_dim, rope.theta, config.max_positions, rope.scaling, rope.partial_factor
-        )
+        self.rope = rotary(config.rope, config.head_dim, config.max_positions)
         generator = torch.Generator().manual_seed(self.seed if seed is None else seed)
         self.model = Decoder(config, dtype, generator)
         tied = config.tied_embeddings
@@ -124,20 +120,8 @@ class DraftModel(Draft):
             )
         super().set_attention(mode, memory_limit)
 
-    def check_length(self, length: int) -> None:
-        longest = self.built().max_positions
-        if length > longest:
-            raise ConfigError(
-                "the draft has fewer positions than a rollout is long",
-                found=f"max_position_embeddings {longest}",
-                needed=f"at least {length}",
-                key=f"{KEY}.max_positions",
-            )
-
     def built(self) -> PolicyShape:
-        if self.config is None:
-            raise RuntimeError("the draft has no parameters yet: call build(shape) first")
-        return self.config
+        return need_built(self.config)
 
     def decoder_layers(self) -> list[DecoderLayer]:
         return [layer for layer in self.model.layers if isinstance(layer, DecoderLayer)]
@@ -193,11 +177,6 @@ class DraftModel(Draft):
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
-    def engine_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        # The modules carry Hugging Face's names. A tied head is not among them: the engine's follows the embedding.
-        self.need_parameters()
-        return iter(self.state_dict().items())
-
     def load_tensors(self, tensors: Iterable[tuple[str, Tensor]], source: str) -> None:
         self.built()
         self.need_parameters()
@@ -243,7 +222,7 @@ class Decoder(nn.Module):
 
 def _layer(config: PolicyShape, dtype: torch.dtype, generator: torch.Generator) -> DecoderLayer:
     """A plain Llama layer, with the biases and head norms of the family."""
-    layer = DecoderLayer(
+    return DecoderLayer(
         first=False,
         hidden=config.hidden_size,
         heads=config.num_heads,
@@ -255,14 +234,8 @@ def _layer(config: PolicyShape, dtype: torch.dtype, generator: torch.Generator) 
         dtype=dtype,
         generator=generator,
         out_gain=(2 * config.num_layers) ** -0.5,
+        bias=config.attention_bias,
+        out_bias=config.output_bias,
+        mlp_bias=config.mlp_bias,
+        qk_norm=config.qk_norm,
     )
-    attention, mlp = layer.self_attn, layer.mlp
-    biased = [attention.q_proj, attention.k_proj, attention.v_proj] if config.attention_bias else []
-    biased += [attention.o_proj] if config.output_bias else []
-    biased += [mlp.gate_proj, mlp.up_proj, mlp.down_proj] if config.mlp_bias else []
-    for linear in biased:
-        linear.bias = nn.Parameter(torch.zeros(linear.weight.shape[0], dtype=dtype))
-    if config.qk_norm:
-        attention.q_norm = RMSNorm(config.head_dim, config.norm_eps, dtype)
-        attention.k_norm = RMSNorm(config.head_dim, config.norm_eps, dtype)
-    return layer

@@ -7,9 +7,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_spec.draft.config import KEY, lengthened, policy_rope, read_config, same_fields
+from lightning_spec.draft.config import KEY, agree, policy_rope, read_config, rope_json, same_fields, with_positions
 from lightning_spec.errors import ConfigError
-from lightning_spec.shapes import PolicyShape, RopeConfig
+from lightning_spec.shapes import PolicyShape
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 FIELDS = {
@@ -73,7 +73,7 @@ def new_lm(given: Mapping[str, Any], policy: PolicyShape) -> PolicyShape:
         "tie_word_embeddings": asked.get("tie_embeddings", policy.tied_embeddings),
         # Absent ones have defaults in transformers that may lie outside of the vocabulary.
         **{name: policy.raw.get(name) for name in _TOKENS},
-        **_rope_json(policy_rope(policy, head_dim, longest)),
+        **rope_json(policy_rope(policy, head_dim, longest)),
     }
     if family != "qwen2":
         raw["attention_bias"] = False
@@ -91,18 +91,12 @@ def stored_lm(path: str, given: Mapping[str, Any], policy: PolicyShape) -> Polic
     """
     found, where = read_lm(path)
     for name, field in FIELDS.items():
-        if given.get(name) is not None and getattr(found, field) != given[name]:
-            raise ConfigError(
-                f"{name} contradicts the draft's checkpoint",
-                found=given[name],
-                needed=f"{getattr(found, field)} as in {where}, or null",
-                key=f"{KEY}.{name}",
-            )
-    if (longest := given.get("max_positions")) is not None:
-        if longest < 1:
-            raise ConfigError("bad max_positions", found=longest, needed="at least 1", key=f"{KEY}.max_positions")
-        found = dataclasses.replace(found, max_positions=longest, rope=lengthened(found.rope, longest))
-    return _checked(found, policy, where)
+        if given.get(name) is not None:
+            agree(name, given[name], getattr(found, field), where)
+    longest = given.get("max_positions")
+    if longest is not None and longest < 1:
+        raise ConfigError("bad max_positions", found=longest, needed="at least 1", key=f"{KEY}.max_positions")
+    return _checked(with_positions(found, longest), policy, where)
 
 
 def read_lm(folder: str) -> tuple[PolicyShape, str]:
@@ -138,16 +132,9 @@ def to_json(shape: PolicyShape, dtype: str | None = None) -> dict[str, Any]:
         dtype: of the tensors, as transformers names it ("bfloat16").
     """
     kept = {name: value for name, value in shape.raw.items() if name not in _WRITTEN_ANEW}
-    kept |= {"max_position_embeddings": shape.max_positions, **_rope_json(shape.rope)}
+    kept |= {"max_position_embeddings": shape.max_positions, **rope_json(shape.rope)}
     kept.setdefault("architectures", [ARCHITECTURES[shape.model_type]])
     return kept if dtype is None else {**kept, "dtype": dtype}
-
-
-def _rope_json(rope: RopeConfig) -> dict[str, Any]:
-    parameters: dict[str, Any] = {"rope_type": "default", **(rope.scaling or {}), "rope_theta": rope.theta}
-    if rope.partial_factor != 1.0:
-        parameters["partial_rotary_factor"] = rope.partial_factor
-    return {"rope_theta": rope.theta, "rope_parameters": parameters}
 
 
 def _dense_family(family: str) -> str:

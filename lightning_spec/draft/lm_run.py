@@ -12,12 +12,13 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_spec.attention.exchange import gather_rows
 from lightning_spec.attention.rope import apply_rotary
-from lightning_spec.attention.ulysses import check_ulysses
-from lightning_spec.draft.attention import LocalAttention, PassAttention, RingAttention, UlyssesAttention
+from lightning_spec.draft.attention import LocalAttention, PassAttention
 from lightning_spec.draft.base import DraftInputs, DraftMetrics, DraftOutput, Proposal
 from lightning_spec.draft.chain import PassChain
 from lightning_spec.draft.layers import DecoderLayer
+from lightning_spec.draft.mode import pass_attention
 from lightning_spec.draft.plan import scored_rows
+from lightning_spec.draft.propose import check_sequences, choose
 from lightning_spec.draft.tally import Tally, nothing
 from lightning_spec.draft.tensor_ranks import TensorRanks
 from lightning_spec.draft.validity import next_tokens
@@ -65,7 +66,7 @@ def run(
     )
     labels = next_tokens(x.tokens, x.positions, x.sampled)[mine[rows]] if loss.needs_labels else None
     out = loss(
-        _share(normed, TensorRanks(x.vocab)),
+        TensorRanks(x.vocab).share(normed),
         head if x.vocab is None else head[x.vocab.start : x.vocab.stop],
         x.hidden,
         x.policy_head,
@@ -87,7 +88,8 @@ def states(draft: DraftModel, x: DraftInputs, mine: Tensor, rows: Tensor) -> Ten
     layer keeps its input alone, and runs once more in the backward."""
     hidden = F.embedding(x.tokens[mine], draft.model.embed_tokens.weight)
     cos, sin = draft.rope.cos_sin(x.positions[mine], hidden.dtype)
-    attend, layers = _attention(draft, x), draft.decoder_layers()
+    layers = draft.decoder_layers()
+    attend = pass_attention(draft.built(), x, "ulysses" if draft.attention == "ulysses" else "ring")
     again = draft.recompute and torch.is_grad_enabled() and any(p.requires_grad for p in draft.parameters())
     for layer in layers:
         chosen = rows if layer is layers[-1] else None  # the last layer's other rows are keys only
@@ -108,24 +110,6 @@ def _layer(
     if rows is not None:
         c, residual, cos, sin = c[rows], residual[rows], cos[rows], sin[rows]
     return layer.leave(attend(apply_rotary(attention.query(c), cos, sin), k, v, (), (), rows), residual)
-
-
-def _attention(draft: DraftModel, x: DraftInputs) -> PassAttention:
-    shard = x.split
-    if shard is None:
-        return LocalAttention(x.lengths)
-    if draft.attention != "ulysses":
-        return RingAttention(shard)
-    check_ulysses(draft.built().num_heads, draft.built().num_kv_heads, shard.size, "draft_attention")
-    return UlyssesAttention(shard)
-
-
-def _share(normed: Tensor, ranks: TensorRanks) -> Tensor:
-    """The same values; gradients reach this tensor-parallel rank's rows alone."""
-    if ranks.size == 1:
-        return normed
-    mine = ranks.cut(normed.shape[0])
-    return torch.cat([normed[: mine.start].detach(), normed[mine], normed[mine.stop :].detach()])
 
 
 def _metrics(
@@ -158,10 +142,7 @@ def propose(
     generator: torch.Generator | None,
 ) -> Proposal:
     """`Draft.propose` of a language model: one forward over verified and bonus tokens, then k - 1 of a token each."""
-    if not lengths or min(lengths) < 1 or len(lengths) != bonus.numel() or sum(lengths) != tokens.numel():
-        raise ValueError(f"lengths {lengths} do not fit {tokens.numel()} tokens and {bonus.numel()} bonus tokens")
-    if temperature > 0 and generator is None:
-        raise ValueError("sampled proposals need a generator: a draft never draws from the global random state")
+    check_sequences(tokens, lengths, bonus)
     table, head = draft.model.embed_tokens.weight, draft.head()
     wide = torch.promote_types(head.dtype, torch.float32)
     known = torch.cat([part for pair in zip(tokens.split(lengths), bonus.split(1), strict=True) for part in pair])
@@ -177,10 +158,5 @@ def propose(
         embedded = F.embedding(chosen[:, i - 1] if i else known, table)
         output = chain.step(embedded, embedded) if i else chain.trunk(embedded, embedded, last)
         logits = draft.model.norm(output).to(wide) @ head.to(wide).T
-        if temperature > 0:
-            probs[:, i] = (logits / temperature).softmax(-1)
-            chosen[:, i] = torch.multinomial(probs[:, i], 1, generator=generator).squeeze(1)
-        else:
-            chosen[:, i] = logits.argmax(-1)
-            probs[:, i] = F.one_hot(chosen[:, i], head.shape[0])
+        chosen[:, i], probs[:, i] = choose(logits, temperature, generator)
     return Proposal(chosen, probs)

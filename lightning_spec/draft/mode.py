@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from lightning_spec.attention.cost import prefer
 from lightning_spec.attention.ulysses import check_ulysses
@@ -26,12 +26,19 @@ def resolve_mode(draft: ChainedDraft, x: DraftInputs, plan: PassPlan) -> Mode:
     return prefer(work, draft.memory_limit)
 
 
-def pass_attention(draft: ChainedDraft, x: DraftInputs, mode: Mode) -> PassAttention:
+class Heads(Protocol):
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+
+
+def pass_attention(heads: Heads, x: DraftInputs, mode: Mode) -> PassAttention:
     """Attention of passes that run on all rows. Raises ConfigError where Ulysses cannot divide the heads."""
     shard = x.split
     if shard is None:
         return LocalAttention(x.lengths)
     if mode == "ring":
         return RingAttention(shard)
-    check_ulysses(draft.built().num_heads, draft.built().num_kv_heads, shard.size, "draft_attention")
+    check_ulysses(heads.num_heads, heads.num_kv_heads, shard.size, "draft_attention")
     return UlyssesAttention(shard)

@@ -7,7 +7,7 @@ the loss reaches the head's own parameters alone (decoupled heads), whoever trai
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,11 +15,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_spec.attention.rope import RotaryEmbedding
-from lightning_spec.draft.base import DraftInputs
+from lightning_spec.draft.base import DraftInputs, need_built
 from lightning_spec.draft.chained import ChainedDraft, Recycle, Weighting
 from lightning_spec.draft.checkpoint import assign, read_tensors, write_checkpoint
-from lightning_spec.draft.config import KEY, read_config
+from lightning_spec.draft.config import KEY, read_config, rotary
 from lightning_spec.draft.layers import MLP, Attention, Linear, PassLayer, RMSNorm
 from lightning_spec.draft.mtp_config import READS, MTPConfig, checkpoint_config, new_config
 from lightning_spec.errors import ConfigError
@@ -126,9 +125,7 @@ class MTP(ChainedDraft):
         config.check(shape)
         self.reads_hidden = config.reads == "normed"
         self.aux_layer_ids = () if self.reads_hidden else (shape.num_layers,)
-        self.rope = RotaryEmbedding(
-            config.head_dim, config.rope.theta, config.max_positions, config.rope.scaling, config.rope.partial_factor
-        )
+        self.rope = rotary(config.rope, config.head_dim, config.max_positions)
         layer = MTPLayer(config, dtype, torch.Generator().manual_seed(self.seed if seed is None else seed))
         # So that parameters have the engine's names.
         self.model = nn.ModuleDict({"mtp_layers": nn.ModuleList([layer])})
@@ -137,9 +134,7 @@ class MTP(ChainedDraft):
             self.load_tensors(read_tensors(self.path, PREFIX), str(self.path))
 
     def built(self) -> MTPConfig:
-        if self.config is None:
-            raise RuntimeError("the draft has no parameters yet: call build(shape) first")
-        return self.config
+        return need_built(self.config)
 
     # ---- the passes -------------------------------------------------------------------------------------------------
 
@@ -177,11 +172,6 @@ class MTP(ChainedDraft):
 
     def speculative_config(self, num_speculative_tokens: int) -> dict[str, Any]:
         return {"method": "mtp", "num_speculative_tokens": num_speculative_tokens}
-
-    def engine_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        # Never the embedding and the head: the engine has them from the policy, and a refit would overwrite it.
-        self.need_parameters()
-        return iter(self.state_dict().items())
 
     def load_tensors(self, tensors: Iterable[tuple[str, Tensor]], source: str) -> None:
         self.built()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_spec.draft.config import KEY, lengthened, policy_rope, read_config, same_fields
+from lightning_spec.draft.config import KEY, agree, policy_rope, read_config, rope_json, same_fields, with_positions
 from lightning_spec.errors import ConfigError
 from lightning_spec.shapes import PolicyShape, RopeConfig, read_rope
 
@@ -84,9 +84,6 @@ class MTPConfig:
 
     def to_json(self) -> dict[str, Any]:
         """config.json as vLLM reads it. `model_type` is that of the layer: transformers has no mimo."""
-        rope: dict[str, Any] = {"rope_type": "default", **(self.rope.scaling or {}), "rope_theta": self.rope.theta}
-        if self.rope.partial_factor != 1.0:
-            rope["partial_rotary_factor"] = self.rope.partial_factor
         return {
             "architectures": [ARCHITECTURE],
             "model_type": "qwen2",
@@ -100,8 +97,7 @@ class MTPConfig:
             "hidden_act": "silu",
             "rms_norm_eps": self.norm_eps,
             "max_position_embeddings": self.max_positions,
-            "rope_theta": self.rope.theta,
-            "rope_parameters": rope,
+            **rope_json(self.rope),
             "use_sliding_window": False,
             "tie_word_embeddings": False,
             "mtp_reads": self.reads,
@@ -193,14 +189,6 @@ def checkpoint_config(path: str, given: Mapping[str, Any], shape: PolicyShape) -
     raw, where = read_config(path)
     config = MTPConfig.from_json(raw, given.get("reads") or engine_reads(shape), where)
     for name, wanted in given.items():
-        if wanted is not None and name != "max_positions" and getattr(config, name) != wanted:
-            raise ConfigError(
-                f"{name} contradicts the MTP head's checkpoint",
-                found=wanted,
-                needed=f"{getattr(config, name)} as in {where}, or null",
-                key=f"{KEY}.{name}",
-            )
-    if given.get("max_positions") is not None:
-        longest = given["max_positions"]
-        config = replace(config, max_positions=longest, rope=lengthened(config.rope, longest))
-    return config
+        if wanted is not None and name != "max_positions":
+            agree(name, wanted, getattr(config, name), where, "MTP head")
+    return with_positions(config, given.get("max_positions"))

@@ -29,12 +29,12 @@ def propose(
     *,
     policy_head: Tensor,
     policy_embedding: Tensor,
-    temperature: float,
-    generator: torch.Generator | None,
+    temperature: float = 0.0,
+    generator: torch.Generator | None = None,
 ) -> Proposal:
     """`Draft.propose` of a draft with passes: pass 0 over the verified tokens, then one row a sequence and pass."""
-    if not lengths or min(lengths) < 1 or len(lengths) != bonus.numel() or sum(lengths) != tokens.numel():
-        raise ValueError(f"lengths {lengths} do not fit {tokens.numel()} tokens and {bonus.numel()} bonus tokens")
+    draft.need_parameters()
+    check_sequences(tokens, lengths, bonus)
     vocab_size = draft.built().vocab_size
     table = policy_embedding if draft.embed_tokens is None else draft.embed_tokens.weight
     head = policy_head if draft.lm_head is None else draft.lm_head.weight
@@ -62,6 +62,12 @@ def propose(
             logits[:, target] = reduced
         chosen[:, i], probs[:, i] = choose(logits, temperature, generator)
     return Proposal(chosen, probs)
+
+
+def check_sequences(tokens: Tensor, lengths: list[int], bonus: Tensor) -> None:
+    """Raise ValueError where the arguments of `Draft.propose` do not fit together."""
+    if not lengths or min(lengths) < 1 or len(lengths) != bonus.numel() or sum(lengths) != tokens.numel():
+        raise ValueError(f"lengths {lengths} do not fit {tokens.numel()} tokens and {bonus.numel()} bonus tokens")
 
 
 def choose(logits: Tensor, temperature: float, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:

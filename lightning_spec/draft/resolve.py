@@ -12,11 +12,12 @@ from lightning_spec.draft.checkpoint import read_tensors, tensor_names
 from lightning_spec.draft.config import (
     KEY,
     Eagle3Config,
+    agree,
     check_aux_layers,
     default_aux_layers,
-    lengthened,
     policy_rope,
     read_config,
+    with_positions,
 )
 from lightning_spec.draft.vocab import VocabMap
 from lightning_spec.errors import ConfigError
@@ -76,16 +77,8 @@ def from_checkpoint(
         if wanted is None or name in (*_OWNED, "max_positions"):
             continue
         wanted = tuple(sorted(wanted)) if name == "aux_layer_ids" else wanted
-        if getattr(config, name) != wanted:
-            raise ConfigError(
-                f"{name} contradicts the draft's checkpoint",
-                found=wanted,
-                needed=f"{getattr(config, name)} as in {where}, or null",
-                key=f"{KEY}.{name}",
-            )
-    if given.get("max_positions") is not None:
-        longest = given["max_positions"]
-        config = replace(config, max_positions=longest, rope=lengthened(config.rope, longest))
+        agree(name, wanted, getattr(config, name), where)
+    config = with_positions(config, given.get("max_positions"))
     if config.draft_vocab_size < config.vocab_size:
         stored = VocabMap(torch.arange(config.draft_vocab_size), config.vocab_size)
         # Without a stored map `load` names the missing tensor.

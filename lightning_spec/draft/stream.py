@@ -14,11 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_spec.attention.exchange import gather_rows, reduce_scatter_rows
 from lightning_spec.draft.ahead import Ahead, fetch, wanted
@@ -27,7 +26,7 @@ from lightning_spec.draft.head import head_part
 from lightning_spec.draft.passes import run_passes
 from lightning_spec.draft.plan import PassPlan, cut, deal, scored_rows, work_of
 from lightning_spec.draft.stream_attention import ChunkView, StreamAttention
-from lightning_spec.draft.stream_gradients import Gradients, HeadGradient, Lookup
+from lightning_spec.draft.stream_gradients import Gradients, HeadGradient, Lookup, formed
 from lightning_spec.draft.stream_trunk import Trunk, pieces
 from lightning_spec.draft.tally import Tally
 from lightning_spec.draft.tensor_ranks import TensorRanks
@@ -48,21 +47,8 @@ def run_stream(draft: ChainedDraft, x: DraftInputs, loss: DraftLoss, plan: PassP
         chunk_rows: anchors at a time.
     """
     stream = _Stream(draft, x, loss, plan, chunk_rows)
-    objective: Tensor = _Streamed.apply(stream, *stream.gradients.parameters)
+    objective = formed(stream.run, stream.gradients)
     return DraftOutput(objective, stream.tally.metrics())
-
-
-class _Streamed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, stream: _Stream, *parameters: Tensor) -> Tensor:
-        objective = stream.run()
-        ctx.gradients = stream.gradients.take()
-        return objective
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *((gradient * upstream).to(dtype) for gradient, dtype in ctx.gradients)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +77,9 @@ class _Stream:
     def __init__(self, draft: ChainedDraft, x: DraftInputs, loss: DraftLoss, plan: PassPlan, chunk_rows: int) -> None:
         self.draft, self.x, self.loss, self.plan, self.chunk_rows = draft, x, loss, plan, chunk_rows
         self.shard, self.ranks = x.split, TensorRanks(x.vocab)
-        self.gradients = Gradients(draft)
+        # Autograd would make gradients as large as these tables in every chunk.
+        tables = [m.weight for m in (draft.lm_head, draft.embed_tokens) if m is not None]
+        self.gradients = Gradients(draft, tables)
         self.dtype = draft.dtype
         self.device = x.tokens.device
         self.tally = Tally(draft.num_passes, plan.factor, self.device)

@@ -1,12 +1,13 @@
-"""What the streamed engine keeps of gradients while it forms them chunk by chunk."""
+"""What runs that form gradients chunk by chunk keep of them, and how they reach autograd."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from lightning_spec.draft.ahead import Ahead
 from lightning_spec.draft.base import DraftInputs
@@ -17,15 +18,17 @@ if TYPE_CHECKING:
 
 
 class Gradients:
-    """Sums of gradients in float32 (float64 for float64) of the parameters that are trained, if any are."""
+    """Sums of gradients in float32 (float64 for float64) of the parameters that are trained, if any are.
 
-    def __init__(self, draft: ChainedDraft) -> None:
+    Args:
+        by_hand: parameters that autograd is not asked about: what they get is added to `sum_of`.
+    """
+
+    def __init__(self, draft: nn.Module, by_hand: Sequence[Tensor] = ()) -> None:
         on = torch.is_grad_enabled()
         self.parameters = [p for p in draft.parameters() if p.requires_grad and on]
         self._sums: list[Tensor | None] = [None] * len(self.parameters)
-        looked_up = [m.weight for m in (draft.lm_head, draft.embed_tokens) if m is not None]
-        self._graph = [n for n, p in enumerate(self.parameters) if not any(p is weight for weight in looked_up)]
-        """Those that autograd differentiates; head and embedding rows are added by hand."""
+        self._graph = [n for n, p in enumerate(self.parameters) if not any(p is weight for weight in by_hand)]
 
     def __bool__(self) -> bool:
         return bool(self.parameters)
@@ -41,8 +44,11 @@ class Gradients:
                 return total
         return None
 
-    def backward(self, outputs: Sequence[Tensor], grads: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
-        """Add what `grads` of `outputs` give the parameters; returns the gradients of `leaves`."""
+    def backward(
+        self, outputs: Sequence[Tensor], grads: Sequence[Tensor], leaves: Sequence[Tensor], add: bool = True
+    ) -> list[Tensor]:
+        """Add what `grads` of `outputs` give the parameters (unless another rank does: `add` False); returns the
+        gradients of `leaves`."""
         pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if out.requires_grad]
         if not pairs:
             return [torch.zeros_like(leaf) for leaf in leaves]
@@ -51,7 +57,7 @@ class Gradients:
         found = torch.autograd.grad(made, inputs, given, allow_unused=True)
         for n, grad in zip(self._graph, found[len(leaves) :], strict=True):
             total = self._sums[n]
-            if grad is None:
+            if grad is None or not add:
                 continue
             if total is not None:
                 total += grad
@@ -68,6 +74,26 @@ class Gradients:
             (torch.zeros_like(p) if total is None else total, p.dtype)
             for p, total in zip(self.parameters, self._sums, strict=True)
         ]
+
+
+def formed(run: Callable[[], Tensor], gradients: Gradients) -> Tensor:
+    """The scalar that `run` returns, a function of the parameters whose `gradients` it forms on the way: backward only
+    scales them."""
+    result: Tensor = _Formed.apply(run, gradients, *gradients.parameters)
+    return result
+
+
+class _Formed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[], Tensor], gradients: Gradients, *parameters: Tensor) -> Tensor:
+        result = run()
+        ctx.gradients = gradients.take()
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *((gradient * upstream).to(dtype) for gradient, dtype in ctx.gradients)
 
 
 class HeadGradient:

@@ -34,6 +34,13 @@ class TensorRanks:
         per, rank = self._per(count), self.rank if rank is None else rank
         return slice(min(rank * per, count), min((rank + 1) * per, count))
 
+    def share(self, states: Tensor) -> Tensor:
+        """The same rows [R, ...]; gradients reach this rank's `cut` of them alone."""
+        if self.size == 1:
+            return states
+        mine = self.cut(states.shape[0])
+        return torch.cat([states[: mine.start].detach(), states[mine], states[mine.stop :].detach()])
+
     def stack(self, part: Tensor, most: int) -> Tensor:
         """Every rank's rows on every rank, [size * most, ...]: rank r's begin at r * most. No gradient.
 

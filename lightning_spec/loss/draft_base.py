@@ -245,17 +245,17 @@ class _DraftSweep(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         dtype = heads.draft.dtype
         given = hidden, head, bias_rows, bias_table
-        need = [with_grad and ctx.needs_input_grad[n] for n in range(4)]
-        _, d_head, d_rows, d_table = (
+        need_hidden, *need = (with_grad and ctx.needs_input_grad[n] for n in range(4))
+        d_head, d_rows, d_table = (
             torch.zeros_like(tensor, dtype=dtype) if needed and tensor is not None else None
-            for needed, tensor in zip((False, *need[1:]), given, strict=True)
+            for needed, tensor in zip(need, given[1:], strict=True)
         )
         bias = None
         if bias_rows is not None and bias_table is not None:
             bias = LowRank(bias_rows, bias_table, d_rows, d_table)
         out = sweep(
             loss, hidden, heads, teacher_hidden, weight, teacher_rows, scored,
-            need_hidden=need[0], d_head=d_head, labels=labels, bias=bias,
+            need_hidden=need_hidden, d_head=d_head, labels=labels, bias=bias,
         )  # fmt: skip
         ctx.save_for_backward(out.d_hidden, d_head, d_rows, d_table)
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in given]

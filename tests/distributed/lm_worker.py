@@ -2,7 +2,7 @@
 
 Every rank builds the same draft and the same packed micro-batch. The two ranks are first a context-parallel group, with
 their rows, then a tensor-parallel one, with their parts of the vocabulary. Loss, metrics and gradients are compared
-with one rank's plain run: sums over ranks, but for loss and metrics of tensor parallelism, which are whole on each.
+with one rank's plain run.
 """
 
 from __future__ import annotations
@@ -21,13 +21,11 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1] / "draft"))
 
 from conftest import _inputs, _shape
+from one_rank import columns_of, compare, rows_of
 
-from lightning_spec.attention.context import Context
-from lightning_spec.attention.zigzag import Shard, Zigzag
 from lightning_spec.draft import DraftInputs, DraftModel
 from lightning_spec.errors import ConfigError
 from lightning_spec.loss.draft import LK, SoftCrossEntropy
-from lightning_spec.loss.vocab import VocabShard
 
 
 @dataclass(frozen=True)
@@ -75,59 +73,12 @@ def make(example: Example, dtype: torch.dtype) -> DraftInputs:
     return replace(x, features=x.features[:, :0])
 
 
-def rows_of(x: DraftInputs) -> DraftInputs:
-    context = Context.of(dist.group.WORLD)
-    shard = Shard(Zigzag(tuple(x.lengths), context.size), context)
-    names = ("features", "embeddings", "hidden")
-    return replace(x, shard=shard, **{name: getattr(x, name)[shard.rows] for name in names})
-
-
-def columns_of(x: DraftInputs) -> DraftInputs:
-    assert dist.group.WORLD is not None
-    vocab = VocabShard.split(x.policy_head.shape[0], dist.group.WORLD)
-    return replace(x, policy_head=x.policy_head[vocab.start : vocab.stop], policy_embedding=None, vocab=vocab)
-
-
-def measure(draft: DraftModel, x: DraftInputs, totals: Any, loss: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(loss and metric sums, gradients), by name."""
-    draft.zero_grad(set_to_none=True)
-    out = draft(x, loss, totals)
-    with torch.no_grad():
-        quiet = draft(x, loss, totals)
-    (out.loss * 2.0).backward()
-    sums = {"loss": out.loss.detach().double(), "loss without grad": quiet.loss.detach().double()}
-    for name, (num, den, _) in out.metrics.items():
-        sums[name] = torch.stack([num.double(), den.double()])
-    grads = {}
-    for name, parameter in draft.named_parameters():
-        if parameter.requires_grad:
-            assert parameter.grad is not None, f"{name} got no gradient"
-            grads[name] = parameter.grad.double() / 2.0
-    return sums, grads
-
-
-def compare(name: str) -> None:
+def check(name: str) -> None:
     example = EXAMPLES[name]
     wide, draft = build(example, torch.float64), build(example, example.dtype)
     x64, x = make(example, torch.float64), make(example, example.dtype)
-    totals = {key: value + 2.0 for key, value in wide.counts(x64).items()}  # type: ignore[arg-type]
-    with torch.no_grad():
-        for a, b in zip(wide.parameters(), draft.parameters(), strict=True):
-            a.copy_(b)
-    want_sums, want_grads = measure(wide, x64, totals, example.loss())
-    tolerance = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 0.05}[example.dtype]
-    for layout in ("ring", "ulysses", "tensor"):
-        draft.set_attention("auto" if layout == "tensor" else layout)  # type: ignore[arg-type]
-        part = columns_of(x) if layout == "tensor" else rows_of(x)
-        sums, grads = measure(draft, part, totals, example.loss())
-        for found, want in ((sums, want_sums), (grads, want_grads)):
-            assert found.keys() == want.keys()
-            for key, value in found.items():
-                if layout != "tensor" or found is grads:
-                    dist.all_reduce(value)
-                scale = max(1.0, float(want[key].abs().max()))
-                error = float((value - want[key]).abs().max()) / scale
-                assert error < tolerance, f"{name}, {layout}: {key} is off by {error}"
+    error = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 0.05}[example.dtype]
+    compare(name, wide, draft, x64, x, example.loss(), ("ring", "ulysses"), error)
 
 
 def refuse() -> None:
@@ -148,7 +99,7 @@ def main() -> None:
     torch.set_num_threads(1)
     state = torch.get_rng_state()
     for name in EXAMPLES:
-        compare(name)
+        check(name)
     refuse()
     assert torch.equal(state, torch.get_rng_state()), "the global random state was touched"
     dist.barrier()

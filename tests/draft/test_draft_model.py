@@ -16,6 +16,7 @@ from lightning_spec.draft.layers import DecoderLayer
 from lightning_spec.draft.lm_run import states
 from lightning_spec.loss.draft import LK, DraftLoss, SoftCrossEntropy
 from lightning_spec.shapes import PolicyShape
+from tests.float64 import in_float64
 
 SIZES: dict[str, Any] = {
     "vocab_size": 23, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -44,33 +45,6 @@ SAMPLED = [0, 0, 1, 1, 1, 0, 0, 1, 1] + [1] + [1, 1, 1, 1, 1, 1] + [0, 1] + [0, 
 STOP = [0, 0, 0, 0, 1, 0, 0, 0, 1] + [0] + [0, 0, 0, 0, 0, 0] + [0, 1] + [0, 0, 0, 0, 0]
 SCORED = [2, 3, 7, 11, 12, 13, 14, 15, 22]
 """Rows whose token was sampled, has not ended generation and has a row before it in its document."""
-
-
-class Norm64(nn.Module):
-    """transformers' norms compute in float32 whatever the model's dtype; this one does not."""
-
-    def __init__(self, norm: Any) -> None:
-        super().__init__()
-        self.weight, self.eps = norm.weight, norm.variance_epsilon
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps))
-
-
-def in_float64(model: Any) -> Any:
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if type(child).__name__.endswith("RMSNorm"):
-                setattr(module, name, Norm64(child))
-    rotary = model.model.rotary_emb
-
-    def forward(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        angles = position_ids[..., None].double() * rotary.inv_freq.double()
-        angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos() * rotary.attention_scaling, angles.sin() * rotary.attention_scaling
-
-    rotary.forward = forward
-    return model.double()
 
 
 Pair = Callable[..., tuple[Any, DraftModel]]

@@ -26,7 +26,8 @@ from lightning_spec.policy import (
 )
 from lightning_spec.policy.moe import expert_placements, route
 from lightning_spec.shapes import PolicyShape
-from tests.policy.test_parity import hf_logits, in_float64, some_loss
+from tests.float64 import in_float64
+from tests.policy.test_parity import hf_logits, some_loss
 
 MakeHF = Callable[..., tuple[Any, Path]]
 Packed = tuple[Tensor, Tensor, list[int]]
