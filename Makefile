@@ -9,6 +9,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 STAMP := $(VENV)/.ready-$(shell cat requirements/cpu.lock pyproject.toml 2>/dev/null | sha256sum | cut -c1-16)
 PEERS ?= .venv-peers
 PEERS_STAMP := $(PEERS)/.ready-$(shell cat requirements/cpu.lock requirements/peers.txt 2>/dev/null | sha256sum | cut -c1-16)
+# Processes of `make test`. Files are shared out among them; the engines of tests/engine stay in one.
+JOBS ?= 2
 ARGS ?=
 DRAFT ?= eagle3
 export HF_HUB_OFFLINE := 1
@@ -38,7 +40,7 @@ demo: $(STAMP) ## train a small policy and its draft (DRAFT=eagle3|dflash|dspark
 	$(PY) -m benchmarks.demo --draft $(DRAFT) $(ARGS)
 
 test: $(STAMP) lint ## lint and all tests
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 test-slow: $(STAMP) ## the slow tests only (minutes each)
 	$(PY) -m pytest -m slow $(ARGS)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
+from itertools import accumulate
 
 import pytest
+import torch
 
-from lightning_spec.attention.cost import MODES, DraftWork, choose, estimate, fitting_chunk
+from benchmarks.cp_steps import draft
+from lightning_spec.attention.cost import MODES, DraftWork, Mode, choose, estimate, fitting_chunk
+from lightning_spec.draft import attention
 from lightning_spec.errors import ConfigError
 
 GIB, MIB = 2**30, 2**20
@@ -90,45 +90,45 @@ def test_a_chunk_bounds_what_passes_add_to_streamed_memory() -> None:
 
 CASES = [
     # mode, tokens, prompt, passes, chunk rows, layers
-    ("ring", 2048, 0, 1, 256, 1),
-    ("ring", 2048, 0, 4, 256, 1),
-    ("ring", 2048, 1536, 4, 256, 1),
-    ("ring", 1024, 0, 3, 256, 2),
-    ("stream", 2048, 0, 4, 256, 1),
-    ("stream", 2048, 0, 4, 512, 1),
-    ("stream", 4096, 3072, 2, 256, 1),
+    ("ring", 1024, 0, 1, 256, 1),
+    ("ring", 1024, 0, 4, 256, 1),
+    ("ring", 1024, 768, 4, 256, 1),
+    ("ring", 512, 0, 3, 256, 2),
+    ("stream", 1024, 0, 4, 256, 1),
+    ("stream", 1024, 0, 4, 512, 1),
+    ("stream", 2048, 1536, 2, 256, 1),
     ("stream", 1024, 0, 3, 256, 2),
-    ("dense", 1024, 0, 3, 256, 1),
+    ("dense", 512, 0, 3, 256, 1),
 ]
 
 
-def test_estimated_peaks_are_the_measured_ones_within_a_fifth() -> None:
-    """Peak resident memory of real steps on one rank, less what was resident before."""
-    code = (
-        "import json, sys; from benchmarks.common import _timed; from benchmarks.cp_steps import draft\n"
-        "for mode, tokens, prompt, passes, chunk, layers in json.loads(sys.argv[1]):\n"
-        "    step = draft(mode, tokens, passes, prompt=prompt, chunk_rows=chunk, layers=layers)\n"
-        "    print(_timed(step)['peak_mib'])\n"
-    )
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    environment["MALLOC_TRIM_THRESHOLD_"] = "65536"
-    out = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, json.dumps(CASES)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=Path(__file__).parents[2],
-        timeout=280,
-    )
-    assert out.returncode == 0, out.stderr[-2000:]
-    wrong = []
-    for (mode, tokens, prompt, passes, chunk, layers), line in zip(CASES, out.stdout.split(), strict=True):
-        rows = tokens - prompt
-        work = replace(SMALL, tokens=tokens, rows=rows, passes=passes, chunk_rows=chunk, layers=layers)
-        said = estimate(work, mode).peak / MIB  # type: ignore[arg-type]
-        if abs(said / float(line) - 1) > 0.2:
-            wrong.append(f"{mode} T={tokens} R={rows} N={passes} L={layers}: {said:.0f} said, {float(line):.0f} found")
-    assert not wrong, "\n".join(wrong)
+@pytest.mark.parametrize(("mode", "tokens", "prompt", "passes", "chunk", "layers"), CASES)
+def test_estimated_peaks_are_the_measured_ones_within_a_tenth(
+    mode: Mode, tokens: int, prompt: int, passes: int, chunk: int, layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the peak of what torch's allocator handed out in a real step on one rank."""
+    # `dense` puts its own attention in the place of ours; this brings ours back.
+    monkeypatch.setattr(attention, "branch_attention", attention.branch_attention)
+    step = draft(mode, tokens, passes, prompt=prompt, chunk_rows=chunk, layers=layers)
+    found = allocated_peak(step)
+    rows = tokens - prompt
+    work = replace(SMALL, tokens=tokens, rows=rows, passes=passes, chunk_rows=chunk, layers=layers)
+    assert estimate(work, mode).peak / MIB == pytest.approx(found / MIB, rel=0.1)
+
+
+def allocated_peak(step: Callable[[], object]) -> int:
+    """The most bytes of tensors that lived at once, above those before: every allocation and release, in order.
+
+    Resident memory, which an operating system shows, also tells what an earlier step left in the allocator: it moved
+    by a fifth from machine to machine.
+    """
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    kineto = profile.profiler.kineto_results  # type: ignore[union-attr]
+    changes = [(event.start_ns(), event.nbytes()) for event in kineto.events() if event.name() == "[memory]"]
+    held = list(accumulate(size for _, size in sorted(changes, key=lambda change: change[0])))
+    assert len(held) > 100, "the profiler recorded no memory"
+    return max(held)
 
 
 def test_auto_streams_while_that_fits_and_then_takes_the_ring() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.distributed.nursery import Child, fork, prepare
 
 HERE = Path(__file__).parent
 
@@ -18,9 +18,10 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def spawn(folder: Path, world: int, script: str, *arguments: str) -> list[subprocess.Popen[bytes]]:
+def spawn(folder: Path, world: int, script: str, *arguments: str) -> list[Child]:
     """Processes that run `script FOLDER ARGUMENTS...`, one a rank, each with a log in the folder. The caller ends
     them."""
+    prepare(HERE / script)
     port = free_port()
     processes = []
     for rank in range(world):
@@ -34,9 +35,8 @@ def spawn(folder: Path, world: int, script: str, *arguments: str) -> list[subpro
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(HERE.parents[1]),
         }
-        log = open(folder / f"log-{rank}.txt", "w")  # noqa: SIM115
-        command = [sys.executable, "-W", "ignore", str(HERE / script), str(folder), *arguments]
-        processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+        log = folder / f"log-{rank}.txt"
+        processes.append(fork(rank, HERE / script, [str(folder), *arguments], environment, log))
     return processes
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from launch import start  # noqa: E402
 from lightning_spec.parallel.cpu_stand_in import cpu_stand_in  # noqa: E402
 from lightning_spec.parallel.groups import (  # noqa: E402
     ParallelSizes,
-    destroy_groups,
     initialise_groups,
     start_single_process_world,
 )
@@ -35,24 +33,18 @@ LOADED = [(name, layout) for name, case in worker.CASES.items() for layout in ca
 
 
 @pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The worker's files; one process has saved a case of its own before, and loads the others' after."""
     folder = tmp_path_factory.mktemp("layouts")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        start_single_process_world(60)
-        initialise_groups(ParallelSizes(), timeout_s=60)
-        with cpu_stand_in():
-            worker.train_and_save("from-one", folder)
-            start(folder, 4, "checkpoint_worker.py")
-            for name, case in worker.CASES.items():
-                if case.saved != "one":
-                    worker.load_and_go_on(name, "one", folder)
-        yield folder
-    finally:
-        torch.set_num_threads(threads)
-        destroy_groups()
+    start_single_process_world(60)
+    initialise_groups(ParallelSizes(), timeout_s=60)
+    with cpu_stand_in():
+        worker.train_and_save("from-one", folder)
+        start(folder, 4, "checkpoint_worker.py")
+        for name, case in worker.CASES.items():
+            if case.saved != "one":
+                worker.load_and_go_on(name, "one", folder)
+    return folder
 
 
 def read(path: Path) -> Any:

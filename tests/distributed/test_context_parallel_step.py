@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,7 @@ class Results:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("cp")
     policy = folder / "policy"
     policy.mkdir()
@@ -59,15 +58,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
         (folder / str(world)).mkdir()
         more = ("rollouts", "failing") if world == 4 else ("apart",)
         start(folder / str(world), world, "context_worker.py", str(policy), "2", *names, *more)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     one = {name: context_worker.run(case, folder / "1" / name, policy) for name, case in context_worker.CASES.items()}
     one["rollouts"] = context_rollouts.run(talking, folder / "1" / "rollouts")
-    yield Results(folder, policy, one)
-    torch.set_num_threads(threads)
-    from lightning_spec.parallel.groups import destroy_groups
-
-    destroy_groups()
+    return Results(folder, policy, one)
 
 
 @pytest.mark.parametrize(("world", "name"), EXACT)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,22 +28,10 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _groups() -> Iterator[None]:
-    yield
-    from lightning_spec.parallel.groups import destroy_groups
-
-    destroy_groups()
-
-
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("one")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    runs = {name: dp_worker.run(name, folder, 1, 0) for name in dp_worker.SCENARIOS}
-    torch.set_num_threads(threads)
-    return runs
+    return {name: dp_worker.run(name, folder, 1, 0) for name in dp_worker.SCENARIOS}
 
 
 def read(folder: Path, name: str, rank: int) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,19 +96,13 @@ class Results:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("layouts")
     for name, config in POLICIES.items():
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config))
         write_weights(folder / name)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield Results(folder)
-    torch.set_num_threads(threads)
-    from lightning_spec.parallel.groups import destroy_groups
-
-    destroy_groups()
+    return Results(folder)
 
 
 def whole(held: list[list[tuple[str, Any]]]) -> dict[str, Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ sys.path.insert(0, str(HERE))
 from fault_worker import BOUND_S  # noqa: E402
 from launch import spawn  # noqa: E402
 
+from tests.distributed.nursery import Child  # noqa: E402
 from tests.module.conftest import CONFIG  # noqa: E402
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
@@ -35,7 +35,7 @@ def test_every_rank_ends_in_time_with_one_cause(fault: str, tmp_path: Path) -> N
     policy = tmp_path / "policy"
     policy.mkdir()
     (policy / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 8}))
-    processes: list[subprocess.Popen[bytes]] = []
+    processes: list[Child] = []
     try:
         processes = spawn(tmp_path, 2, "fault_worker.py", str(policy), fault)
         codes = [process.wait(300) for process in processes[:1]]

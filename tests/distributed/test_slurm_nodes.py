@@ -8,7 +8,6 @@ import random
 import signal
 import socket
 import stat
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -22,6 +21,8 @@ sys.path.insert(0, str(HERE))
 sys.path.insert(0, str(HERE.parent / "strategies"))
 
 import slurm_worker  # noqa: E402
+
+from tests.distributed.nursery import Child, fork, prepare  # noqa: E402
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
@@ -39,13 +40,14 @@ class Job:
     """A start of a two-node job: one process for each task, as srun would make them. None is left when it is closed."""
 
     def __init__(self, folder: Path, path: Path, *arguments: str) -> None:
+        prepare(HERE / "slurm_worker.py")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.folder = folder
         self.tasks = [self._task(rank, port, path, *arguments) for rank in (0, 1)]
 
-    def _task(self, rank: int, port: int, path: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    def _task(self, rank: int, port: int, path: Path, *arguments: str) -> Child:
         slurm = {"JOB_ID": 4711, "JOB_NAME": "train", "STEP_ID": 0, "NTASKS": 2, "NTASKS_PER_NODE": 1, "NNODES": 2}
         place = {"PROCID": rank, "LOCALID": 0, "NODEID": rank, "NODELIST": "localhost"}
         environment = {
@@ -56,9 +58,8 @@ class Job:
             "PYTHONPATH": str(HERE.parents[1]),
             "PATH": f"{path}:{os.environ['PATH']}",
         }
-        with (self.folder / f"output-{rank}.txt").open("ab") as log:
-            command = [sys.executable, "-W", "ignore", str(HERE / "slurm_worker.py"), str(self.folder), *arguments]
-            return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        script, log = HERE / "slurm_worker.py", self.folder / f"output-{rank}.txt"
+        return fork(rank, script, [str(self.folder), *arguments], environment, log)
 
     def wait(self, seconds: float = 400) -> list[int]:
         deadline = time.monotonic() + seconds
