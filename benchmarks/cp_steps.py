@@ -100,7 +100,7 @@ def draft(
     )
     model.build(shape, seed=0)
     model.set_attention("ring" if mode == "dense" else mode)  # type: ignore[arg-type]
-    inputs = _inputs(tokens, prompt, hidden, vocabulary, here)
+    inputs = make_inputs(tokens, prompt, hidden, vocabulary, here)
     loss = SoftCrossEntropy()
     totals = {f"draft_pass_{i}": float(tokens - prompt) for i in range(passes)}
 
@@ -121,7 +121,7 @@ def draft(
     return run
 
 
-def _inputs(tokens: int, prompt: int, hidden: int, vocabulary: int, here: Context) -> DraftInputs:
+def make_inputs(tokens: int, prompt: int, hidden: int, vocabulary: int, here: Context) -> DraftInputs:
     generator = torch.Generator().manual_seed(0)
     shard = Shard(Zigzag((tokens,), here.size), here)
 

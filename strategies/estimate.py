@@ -1,13 +1,15 @@
 """At the start of `fit`: what a rank is going to need, and a refusal of what cannot fit.
 
-The draft step is the cost model's (`lightning_spec.attention.cost`, within a fifth of measured peaks), weights and
-optimiser are counted, the policy's activations are a rough count of what its layers keep. Wrong by less than a half, so
-only an explicit `memory_limit_gib` is taken at its word; a limit read from the machine refuses at half as much again.
+The draft step is the cost model's (`lightning_spec.attention.cost`, within a tenth of measured peaks; of drafts without
+passes `draft/step_memory.py`, within a third), weights and optimiser are counted, the policy's activations are a rough
+count of what its layers keep. Wrong by less than a half, so only an explicit `memory_limit_gib` is taken at its word; a
+limit read from the machine refuses at half as much again.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +49,7 @@ class Rank:
     recompute: bool
     trains_policy: bool
     draft: DraftWork | None
-    """Of the largest micro-batch; None where no draft is trained, or not on this rank."""
+    """Of the largest micro-batch; None where no draft with passes is trained, or not on this rank."""
     asked: AttentionMode
     layers: int
     """Of the policy, on this rank."""
@@ -55,6 +57,8 @@ class Rank:
     """Micro-batches whose activations it keeps at a time: those that its stage is ahead of its backward."""
     tensor: int = 1
     """Ranks that split each layer."""
+    other_draft: Callable[[int, int, int], int | None] | None = None
+    """`Draft.step_memory` of a draft without passes that is trained here."""
 
     def activations(self, tokens: int, context: int, b: int) -> int:
         """The policy's."""
@@ -70,7 +74,7 @@ class Rank:
         """Everything, with micro-batches of `tokens` over `context` ranks."""
         others = self.states + self.activations(tokens, context, b)
         if self.draft is None:
-            return others
+            return others + ((self.other_draft and self.other_draft(tokens, context, b)) or 0)
         work = replace(self.draft, tokens=tokens, rows=tokens, context=context)
         return others + estimate(work, self.mode(work, max(1, limit - others))).peak
 
@@ -117,7 +121,9 @@ def report(strategy: Any, module: Any, trainer: Any) -> None:
     tokens, size = longest_micro_batch(strategy.token_budget, trainer), strategy.sizes.context_parallel
     limit, b = memory_limit(strategy, trainer), 2 if strategy.precision == "bf16" else 4
     trusted = int(limit.size * (1.0 if limit.given else _TRUST))
-    work = draft.work(tokens, tokens, size, b) if draft is not None and module.trains_draft and draft.resident else None
+    trained = draft is not None and module.trains_draft and draft.resident
+    work = draft.work(tokens, tokens, size, b) if trained else None
+    other = draft.step_memory if trained and work is None else None
     stages, place = strategy.stages.layers(module), strategy.pipeline
     layers = sum(stages[place.rank :: place.size])
     rank = Rank(
@@ -130,6 +136,7 @@ def report(strategy: Any, module: Any, trainer: Any) -> None:
         layers=layers,
         held=held_micro_batches(strategy.sizes, strategy.pipeline.rank),
         tensor=strategy.sizes.tensor_parallel,
+        other_draft=other,
     )
     activations = rank.activations(tokens, size, b)
     lines = [
@@ -141,6 +148,9 @@ def report(strategy: Any, module: Any, trainer: Any) -> None:
         left = max(1, trusted - rank.states - activations)
         draft.set_attention(draft.attention, left)
         lines += _modes(work, rank.mode(work, left))
+    step = None if other is None else other(tokens, size, b)
+    if step is not None:
+        lines.append(_line("draft step", step))
     lines.append(_line(limit.where, limit.size))
     need, number, lines = max(
         strategy.replica.gather((rank.total(tokens, size, b, trusted), strategy.global_rank, lines)),

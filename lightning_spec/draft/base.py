@@ -237,8 +237,8 @@ class Draft(nn.Module, ABC):
         pipeline's layout weighs against a layer of the policy. After `build`, with or without parameters."""
 
     def work(self, tokens: int, rows: int, context: int, bytes_per_element: int) -> DraftWork | None:
-        """What the memory model needs to know of a micro-batch's step, after `build`, with parameters; None where the
-        model does not know this draft, and its step is left out of estimates.
+        """What the memory model of drafts with test-time-training passes needs to know of a micro-batch's step, after
+        `build`, with parameters; None for other drafts (see `step_memory`).
 
         Args:
             tokens: rows of the packed micro-batch.
@@ -247,6 +247,14 @@ class Draft(nn.Module, ABC):
             bytes_per_element: of weights and activations.
         """
         del tokens, rows, context, bytes_per_element
+        return None
+
+    def step_memory(self, tokens: int, context: int, bytes_per_element: int) -> int | None:
+        """Bytes that one rank takes for a micro-batch's forward and backward, beside weights, gradients and optimiser,
+        estimated from above, where `work` gives None; None where nothing is known, and the step is left out of
+        estimates. Arguments as of `work`, every row carrying loss.
+        """
+        del tokens, context, bytes_per_element
         return None
 
     @abstractmethod

@@ -21,6 +21,7 @@ from lightning_spec.draft.block_run import MoreLoss, run_blocks
 from lightning_spec.draft.checkpoint import assign, canonical_name, read_tensors, tensor_names, write_checkpoint
 from lightning_spec.draft.config import KEY, agree, read_config, rotary, with_positions
 from lightning_spec.draft.layers import Linear, RMSNorm
+from lightning_spec.draft.step_memory import LayerSizes, block_step
 from lightning_spec.draft.tally import Tally, nothing
 from lightning_spec.errors import ConfigError
 from lightning_spec.loss.position import PositionWeights, UniformPositions
@@ -184,6 +185,29 @@ class BlockDraft(Draft):
         block = 3 * config.block_size * layers + config.proposals * head
         few = self.anchors_per_sequence
         return trunk + block * (1.0 if few is None else min(1.0, few / config.max_positions))
+
+    def step_memory(self, tokens: int, context: int, bytes_per_element: int) -> int:
+        config, rows = self.built(), -(-tokens // context)
+        anchors = min(max(1, self.token_budget // config.block_size), rows)
+        sizes = LayerSizes(
+            hidden=config.hidden_size,
+            queries=config.num_heads * config.head_dim,
+            keys=2 * config.num_kv_heads * config.head_dim,
+            intermediate=config.intermediate_size,
+            heads=config.num_heads,
+            qk_norm=True,
+        )
+        return block_step(
+            sizes,
+            layers=config.num_layers,
+            rows=rows,
+            slots=anchors * config.block_size,
+            scored=config.proposals / config.block_size,
+            trunk_piece=self.token_budget,
+            vocabulary=config.vocab_size,
+            parameters=sum(parameter.numel() for parameter in self.parameters()),
+            bytes_per_element=bytes_per_element,
+        )
 
     def counts(self, batch: PackedBatch) -> dict[str, Tensor]:
         found = self._anchors(batch)

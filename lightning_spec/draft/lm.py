@@ -16,6 +16,7 @@ from lightning_spec.draft.config import KEY, rotary
 from lightning_spec.draft.layers import DecoderLayer, Linear, RMSNorm
 from lightning_spec.draft.lm_config import new_lm, read_lm, same, stored_lm, to_json
 from lightning_spec.draft.lm_run import predicted, propose, run
+from lightning_spec.draft.step_memory import LayerSizes, model_step
 from lightning_spec.draft.tally import Tally, nothing
 from lightning_spec.draft.validity import pass_depth
 from lightning_spec.errors import CheckpointError, ConfigError
@@ -135,6 +136,26 @@ class DraftModel(Draft):
     def row_products(self) -> float:
         layers = sum(p.numel() for layer in self.decoder_layers() for p in layer.parameters())
         return (4 if self.recompute else 3) * layers + 3 * self.built().vocab_size * self.built().hidden_size
+
+    def step_memory(self, tokens: int, context: int, bytes_per_element: int) -> int:
+        config = self.built()
+        sizes = LayerSizes(
+            hidden=config.hidden_size,
+            queries=config.num_heads * config.head_dim,
+            keys=2 * config.num_kv_heads * config.head_dim,
+            intermediate=config.intermediate_size,
+            heads=config.num_heads,
+            qk_norm=config.qk_norm,
+        )
+        return model_step(
+            sizes,
+            layers=config.num_layers,
+            rows=-(-tokens // context),
+            vocabulary=config.vocab_size,
+            parameters=sum(parameter.numel() for parameter in self.parameters()),
+            recompute=self.recompute,
+            bytes_per_element=bytes_per_element,
+        )
 
     def counts(self, batch: PackedBatch) -> dict[str, Tensor]:
         return {"draft_rows": predicted(self._depth(batch)).sum(dtype=torch.float64)}

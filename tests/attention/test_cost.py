@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from itertools import accumulate
 
 import pytest
-import torch
 
 from benchmarks.cp_steps import draft
 from lightning_spec.attention.cost import MODES, DraftWork, Mode, choose, estimate, fitting_chunk
 from lightning_spec.draft import attention
 from lightning_spec.errors import ConfigError
+from tests.peak import allocated_peak
 
 GIB, MIB = 2**30, 2**20
 
@@ -114,21 +112,6 @@ def test_estimated_peaks_are_the_measured_ones_within_a_tenth(
     rows = tokens - prompt
     work = replace(SMALL, tokens=tokens, rows=rows, passes=passes, chunk_rows=chunk, layers=layers)
     assert estimate(work, mode).peak / MIB == pytest.approx(found / MIB, rel=0.1)
-
-
-def allocated_peak(step: Callable[[], object]) -> int:
-    """The most bytes of tensors that lived at once, above those before: every allocation and release, in order.
-
-    Resident memory, which an operating system shows, also tells what an earlier step left in the allocator: it moved
-    by a fifth from machine to machine.
-    """
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        step()
-    kineto = profile.profiler.kineto_results  # type: ignore[union-attr]
-    changes = [(event.start_ns(), event.nbytes()) for event in kineto.events() if event.name() == "[memory]"]
-    held = list(accumulate(size for _, size in sorted(changes, key=lambda change: change[0])))
-    assert len(held) > 100, "the profiler recorded no memory"
-    return max(held)
 
 
 def test_auto_streams_while_that_fits_and_then_takes_the_ring() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_spec.draft import Eagle3
+from lightning_spec.draft import DFlash, Draft, DraftModel, Eagle3
 from lightning_spec.errors import ConfigError
 from lightning_spec.parallel.groups import ParallelSizes
 from lightning_spec.shapes import PolicyShape
@@ -171,6 +171,26 @@ def test_the_step_of_a_draft_that_the_model_does_not_know_is_left_out_and_its_we
     width = shape().hidden_size
     assert states[0] == width * width * (4 + 4 + 8)
     assert states[1] > states[0]
+
+
+@pytest.mark.parametrize("kind", [DFlash, DraftModel])
+def test_a_draft_without_passes_is_counted_and_refused_like_one_with(
+    kind: type[Draft], capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = module()
+    one.draft = kind(**({"mask_token_id": 1, "block_size": 4} if kind is DFlash else {}))
+    one.draft.build(shape())
+    report(strategy(), one, trainer())
+    assert "draft step" in capsys.readouterr().out
+    limit = int(0.25 * GIB)
+    with pytest.raises(ConfigError, match="does not fit into memory") as refused:
+        report(strategy(limit=limit, budget=65536), one, trainer())
+    tokens = int(str(refused.value).split("of at most ")[1].split(" tokens")[0])
+    report(strategy(limit=limit, budget=tokens), one, trainer(zero=False))
+    with pytest.raises(ConfigError):
+        report(strategy(limit=limit, budget=tokens + 2), one, trainer(zero=False))
+    one.trains_draft = False
+    report(strategy(limit=limit, budget=tokens + 2), one, trainer(zero=False))
 
 
 def test_modules_that_it_does_not_know_pass() -> None:
