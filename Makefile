@@ -40,7 +40,8 @@ demo: $(STAMP) ## train a small policy and its draft (DRAFT=eagle3|dflash|dspark
 	$(PY) -m benchmarks.demo --draft $(DRAFT) $(ARGS)
 
 test: $(STAMP) lint ## lint and all tests
-	$(PY) -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder $(ARGS)
+	# One thread each, also where a test starts threads of its own: two processes share the cores already.
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: $(STAMP) ## the slow tests only (minutes each)
 	$(PY) -m pytest -m slow $(ARGS)

@@ -72,7 +72,7 @@ DRAFTERS = {
         "DSpark draft",
         "reference",
         FEWER,
-        (0.8, 5.0, 1.0),
+        (0.8, 12.0, 1.0),
         "vLLM cannot serve DSpark on a CPU: rollouts come from the reference engine, slowly, so they are fewer.",
     ),
     "mtp": Drafter("multi-token-prediction head", "mtp"),

