@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.common import Case, machine, measure, parser, ratio, table, write_json
+from benchmarks.cp_steps import make_shape
 from lightning_spec.draft import attention
 from lightning_spec.draft.base import DraftInputs
 from lightning_spec.draft.eagle3 import Eagle3
 from lightning_spec.loss.draft import SoftCrossEntropy
-from lightning_spec.shapes import PolicyShape
 
 KINDS = ("causal", "branch", "stream", "dense", "eager")
 
@@ -104,18 +104,7 @@ def make(kind: str, tokens: int, prompt: int, passes: int, kv_heads: int) -> Cal
     attentions = {"causal": causal, "dense": dense, "eager": eager}
     if kind in attentions:
         vars(attention)["branch_attention"] = attentions[kind]
-    shape = PolicyShape.from_hf(
-        {
-            "model_type": "llama",
-            "vocab_size": 4096,
-            "hidden_size": 256,
-            "intermediate_size": 1024,
-            "num_hidden_layers": 8,
-            "num_attention_heads": 4,
-            "num_key_value_heads": kv_heads,
-            "max_position_embeddings": 2 * tokens,
-        }
-    )
+    shape = make_shape(tokens, 256, 4, kv_heads, 64, 1024, 4096)
     draft = Eagle3(num_passes=passes, num_heads=4, num_kv_heads=kv_heads, intermediate_size=1024, own_head=True)
     draft.build(shape, seed=0)
     draft.set_attention("stream" if kind == "stream" else "ring")

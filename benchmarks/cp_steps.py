@@ -75,19 +75,7 @@ def draft(
         from lightning_spec.draft import attention
 
         vars(attention)["branch_attention"] = dense
-    shape = PolicyShape.from_hf(
-        {
-            "model_type": "llama",
-            "vocab_size": vocabulary,
-            "hidden_size": hidden,
-            "intermediate_size": inner,
-            "num_hidden_layers": 8,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "head_dim": head_dim,
-            "max_position_embeddings": 2 * tokens,
-        }
-    )
+    shape = make_shape(tokens, hidden, heads, kv_heads, head_dim, inner, vocabulary)
     model = Eagle3(
         num_passes=passes,
         num_layers=layers,
@@ -119,6 +107,25 @@ def draft(
         return {"loss": float(value), "gradient_norm": square**0.5, "sent": sent}
 
     return run
+
+
+def make_shape(
+    tokens: int, hidden: int, heads: int, kv_heads: int, head_dim: int, inner: int, vocabulary: int
+) -> PolicyShape:
+    """A Llama of eight layers with twice as many positions as `tokens`."""
+    return PolicyShape.from_hf(
+        {
+            "model_type": "llama",
+            "vocab_size": vocabulary,
+            "hidden_size": hidden,
+            "intermediate_size": inner,
+            "num_hidden_layers": 8,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": head_dim,
+            "max_position_embeddings": 2 * tokens,
+        }
+    )
 
 
 def make_inputs(tokens: int, prompt: int, hidden: int, vocabulary: int, here: Context) -> DraftInputs:

@@ -18,10 +18,10 @@ Mode = Literal["stream", "ring", "ulysses", "gather", "dense"]
 project has no such mode."""
 MODES: tuple[Mode, ...] = get_args(Mode)
 
-_WIDE = 4
+WIDE = 4
 """Bytes of an accumulator: float32."""
 _MIB = 1 << 20
-_LOSS_CHUNK = 4 * _MIB
+LOSS_CHUNK = 4 * _MIB
 """Bytes of one chunk of logits in the draft loss on a CPU; it holds three of them."""
 KEY = "trainer.strategy.init_args"
 
@@ -196,21 +196,21 @@ def _largest(fits: Callable[[int], bool], most: int) -> int:
 
 def _entered(work: DraftWork) -> int:
     """Bytes that the inputs of all layers keep of one row in one pass: norms and what the projections read."""
-    b, wide = work.bytes_per_element, work.bytes_per_element < _WIDE
-    first = 4 * work.hidden * b + work.hidden * _WIDE * wide  # both normed halves, their concatenation
-    return first + (work.layers - 1) * work.hidden * (2 * b + _WIDE * wide)
+    b, wide = work.bytes_per_element, work.bytes_per_element < WIDE
+    first = 4 * work.hidden * b + work.hidden * WIDE * wide  # both normed halves, their concatenation
+    return first + (work.layers - 1) * work.hidden * (2 * b + WIDE * wide)
 
 
 def _left(work: DraftWork) -> int:
     """Bytes that one layer keeps of one row in one pass after its projections: q, attention's output and log-sum-exp,
     the residual stream and its norm, the gated MLP."""
     elements = 2 * work.queries + 2 * work.hidden + 4 * work.intermediate
-    return elements * work.bytes_per_element + work.hidden * _WIDE + work.heads * _WIDE
+    return elements * work.bytes_per_element + work.hidden * WIDE + work.heads * WIDE
 
 
 def _scored(work: DraftWork) -> int:
     """Bytes of one row in one pass from the last layer's output to the loss: final norm, its gradient in float32."""
-    return work.hidden * (2 * work.bytes_per_element + 2 * _WIDE)
+    return work.hidden * (2 * work.bytes_per_element + 2 * WIDE)
 
 
 def _row(work: DraftWork) -> int:
@@ -220,8 +220,8 @@ def _row(work: DraftWork) -> int:
 
 def _loss_chunk(work: DraftWork) -> int:
     """Bytes of the loss while it sweeps: three chunks of logits, and both heads in float32 where they are not."""
-    copies = 2 * work.vocabulary * work.hidden * _WIDE if work.bytes_per_element < _WIDE else 0
-    return 3 * max(_LOSS_CHUNK, 16 * work.vocabulary * _WIDE) + copies
+    copies = 2 * work.vocabulary * work.hidden * WIDE if work.bytes_per_element < WIDE else 0
+    return 3 * max(LOSS_CHUNK, 16 * work.vocabulary * WIDE) + copies
 
 
 def _mlp_backward(work: DraftWork, rows: int) -> int:
@@ -243,7 +243,7 @@ def _whole_passes(work: DraftWork, key_buffers: int) -> dict[str, int]:
         "fc and input of pass 0": work.local_tokens * work.hidden * b + unscored * _entered(work) + copied,
         "saved activations": rows * _row(work) + unscored * below * _left(work),
         "branch K/V": (work.passes - 1) * rows * work.layers * work.keys * b,
-        "head gradient": work.vocabulary * work.hidden * (_WIDE + b),
+        "head gradient": work.vocabulary * work.hidden * (WIDE + b),
         "working set": max(_loss_chunk(work), _mlp_backward(work, rows), _attention_backward(work, rows, key_buffers)),
     }
 
@@ -252,12 +252,12 @@ def _ring(work: DraftWork) -> Estimate:
     b, local, travels = work.bytes_per_element, work.local_tokens * work.keys, work.context > 1
     memory = {
         "trunk K/V": local * work.layers * b,
-        **_whole_passes(work, local * ((2 + travels) * _WIDE + 3 * travels * b)),
+        **_whole_passes(work, local * ((2 + travels) * WIDE + 3 * travels * b)),
     }
     part = work.passes * work.layers * local
     hops = work.context - 1
     sent = {"K/V, forward": hops * part * b, "K/V, backward": hops * part * b}
-    return Estimate(memory, sent | {"dK/dV": (hops + travels) * part * _WIDE} | _halo(work))
+    return Estimate(memory, sent | {"dK/dV": (hops + travels) * part * WIDE} | _halo(work))
 
 
 def _halo(work: DraftWork) -> dict[str, int]:
@@ -276,7 +276,7 @@ def _ulysses(work: DraftWork) -> Estimate:
     branch = work.layers * rows * earlier * work.keys
     memory = {
         "trunk K/V": work.local_tokens * work.layers * work.keys * b,
-        **_whole_passes(work, 3 * work.local_tokens * work.keys * _WIDE),
+        **_whole_passes(work, 3 * work.local_tokens * work.keys * WIDE),
         "K/V and outputs by heads": (trunk + branch + q) * b if size > 1 else 0,
     }
     one_way = {"q and outputs": 2 * q, "trunk K/V": trunk, "branch K/V": branch}
@@ -291,10 +291,10 @@ def _gather(work: DraftWork) -> Estimate:
     memory = {
         "trunk K/V": work.local_tokens * work.layers * work.keys * b,
         "gathered K/V": whole * b if size > 1 else 0,
-        **_whole_passes(work, 2 * whole * _WIDE),
+        **_whole_passes(work, 2 * whole * WIDE),
     }
     once = work.passes * work.trunk * (size - 1) // size
-    return Estimate(memory, {"K/V, forward": once, "K/V, backward": once, "dK/dV": once // b * _WIDE} | _halo(work))
+    return Estimate(memory, {"K/V, forward": once, "K/V, backward": once, "dK/dV": once // b * WIDE} | _halo(work))
 
 
 def _dense(work: DraftWork) -> Estimate:
@@ -306,7 +306,7 @@ def _dense(work: DraftWork) -> Estimate:
         "trunk K/V": work.trunk,
         "concatenated K/V": work.layers * sum(columns[1:]) * work.keys * b,
         "masks": work.layers * rows * sum(columns) * b,
-        **_whole_passes(alone, 3 * columns[-1] * work.keys * _WIDE),
+        **_whole_passes(alone, 3 * columns[-1] * work.keys * WIDE),
     }
     return Estimate(memory, {})
 
@@ -315,7 +315,7 @@ def _stream(work: DraftWork) -> Estimate:
     """K and V of all rows, one chunk of rows, and sums of gradients. Layers below the last keep pass 0 of all rows."""
     b, size, below = work.bytes_per_element, work.context, work.layers - 1
     chunk = min(work.chunk_rows, max(1, work.local_rows))
-    gradients = work.trunk // b * _WIDE
+    gradients = work.trunk // b * WIDE
     dealt = work.local_rows * (work.taps + 2) * work.hidden * b if size > 1 else 0
     exchanged = work.local_tokens * 4 * work.hidden * b if size > 1 else 0
     returned = 2 * gradients // size if size > 1 else 0
@@ -335,13 +335,13 @@ def _stream(work: DraftWork) -> Estimate:
         "dealt rows": dealt,
         "chunk activations": held,
         "working set": working - held if working > held else 0,
-        "gradient sums": (work.weights + work.vocabulary * work.hidden) * _WIDE,
+        "gradient sums": (work.weights + work.vocabulary * work.hidden) * WIDE,
     }
     away = work.trunk * (size - 1) // size
     moved = _moved(work)
     sent = {
         "K/V": away,
-        "dK/dV": away // b * _WIDE,
+        "dK/dV": away // b * WIDE,
         "features of dealt rows": moved * work.taps * work.hidden * b,
         "embeddings and teachers of dealt rows": moved * 2 * work.hidden * b,
         **_halo(work),

@@ -189,16 +189,8 @@ class BlockDraft(Draft):
     def step_memory(self, tokens: int, context: int, bytes_per_element: int) -> int:
         config, rows = self.built(), -(-tokens // context)
         anchors = min(max(1, self.token_budget // config.block_size), rows)
-        sizes = LayerSizes(
-            hidden=config.hidden_size,
-            queries=config.num_heads * config.head_dim,
-            keys=2 * config.num_kv_heads * config.head_dim,
-            intermediate=config.intermediate_size,
-            heads=config.num_heads,
-            qk_norm=True,
-        )
         return block_step(
-            sizes,
+            LayerSizes.of(config, qk_norm=True),
             layers=config.num_layers,
             rows=rows,
             slots=anchors * config.block_size,

@@ -139,16 +139,8 @@ class DraftModel(Draft):
 
     def step_memory(self, tokens: int, context: int, bytes_per_element: int) -> int:
         config = self.built()
-        sizes = LayerSizes(
-            hidden=config.hidden_size,
-            queries=config.num_heads * config.head_dim,
-            keys=2 * config.num_kv_heads * config.head_dim,
-            intermediate=config.intermediate_size,
-            heads=config.num_heads,
-            qk_norm=config.qk_norm,
-        )
         return model_step(
-            sizes,
+            LayerSizes.of(config, qk_norm=config.qk_norm),
             layers=config.num_layers,
             rows=-(-tokens // context),
             vocabulary=config.vocab_size,

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_WIDE = 4
-"""Bytes of an accumulator: float32."""
-LOSS_CHUNK = 4 << 20
-"""Bytes of one chunk of logits in the draft loss on a CPU; it holds three of them."""
+from lightning_spec.attention.cost import LOSS_CHUNK, WIDE
+from lightning_spec.draft.block_config import BlockConfig
+from lightning_spec.shapes import PolicyShape
+
 _SCORES = 4 << 20
 """Bytes of one tile of attention's scores on a CPU."""
 
@@ -27,6 +27,17 @@ class LayerSizes:
     intermediate: int
     heads: int
     qk_norm: bool = False
+
+    @classmethod
+    def of(cls, config: BlockConfig | PolicyShape, qk_norm: bool) -> LayerSizes:
+        return cls(
+            hidden=config.hidden_size,
+            queries=config.num_heads * config.head_dim,
+            keys=2 * config.num_kv_heads * config.head_dim,
+            intermediate=config.intermediate_size,
+            heads=config.num_heads,
+            qk_norm=qk_norm,
+        )
 
     @property
     def mlp_backward(self) -> int:
@@ -64,12 +75,12 @@ def block_step(
         vocabulary: of this rank's part of the head.
         parameters: elements of the draft.
     """
-    b, wide = bytes_per_element, max(bytes_per_element, _WIDE)
+    b, wide = bytes_per_element, max(bytes_per_element, WIDE)
     trunk = rows * layers * sizes.keys
     fused = 2 * sizes.hidden + layers * sizes.keys * 2
     made = rows * fused * b if rows <= trunk_piece else 0
     always = trunk * (b + wide) + made + parameters * wide
-    chunk = slots * layers * (sizes.kept * b + sizes.heads * _WIDE)
+    chunk = slots * layers * (sizes.kept * b + sizes.heads * WIDE)
     chunk += int(slots * scored) * sizes.hidden * (2 * b + wide)
     mlp = 3 * sizes.intermediate * sizes.hidden * b
     return always + max(
@@ -103,8 +114,8 @@ def model_step(
         vocabulary: of this rank's part of the head.
         parameters: elements of the draft.
     """
-    b, wide = bytes_per_element, max(bytes_per_element, _WIDE)
-    layer = rows * (sizes.kept * b + sizes.heads * _WIDE)
+    b, wide = bytes_per_element, max(bytes_per_element, WIDE)
+    layer = rows * (sizes.kept * b + sizes.heads * WIDE)
     held = layers * rows * sizes.hidden * b if recompute else layers * layer
     again = layer if recompute else 0
     ends = rows * sizes.hidden * (2 * b + wide)
@@ -120,10 +131,10 @@ def model_step(
 
 def _loss(vocabulary: int, hidden: int, rows: int, b: int) -> int:
     """Three chunks of logits, and both heads in float32 where they are not."""
-    chunk = min(max(LOSS_CHUNK, 16 * vocabulary * _WIDE), rows * vocabulary * _WIDE)
-    return 3 * chunk + (2 * vocabulary * hidden * _WIDE if b < _WIDE else 0)
+    chunk = min(max(LOSS_CHUNK, 16 * vocabulary * WIDE), rows * vocabulary * WIDE)
+    return 3 * chunk + (2 * vocabulary * hidden * WIDE if b < WIDE else 0)
 
 
 def _scores(rows: int, keys: int) -> int:
     """Attention's scores in its backward, on a CPU: tiles of so many elements."""
-    return 3 * min(_SCORES, rows * keys * _WIDE)
+    return 3 * min(_SCORES, rows * keys * WIDE)

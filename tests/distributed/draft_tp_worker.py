@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from draft_worker import EXAMPLES, Example, build, make, split
+from draft_worker import EXAMPLES, Example, build, make
+from one_rank import learn, split
 
 from lightning_spec.attention.context import Context
 from lightning_spec.draft import DraftInputs
-from lightning_spec.draft.chained import ChainedDraft
 from lightning_spec.loss.draft import LK, DraftLoss, SoftCrossEntropy, TotalVariation, Weighted
 from lightning_spec.loss.vocab import VocabShard
 
@@ -90,22 +89,6 @@ class Layout:
         return split(x, Context.of(self.context)) if dist.get_world_size(self.context) > 1 else x
 
 
-def measure(draft: ChainedDraft, x: DraftInputs, totals: Any, loss: DraftLoss) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(loss and metric sums, gradients), by name."""
-    draft.zero_grad(set_to_none=True)
-    out = draft(x, loss, totals)
-    (out.loss * 2.0).backward()
-    sums = {"loss": out.loss.detach().double()}
-    for name, (num, den, _) in out.metrics.items():
-        sums[name] = torch.stack([num.double(), den.double()])
-    grads = {}
-    for name, parameter in draft.named_parameters():
-        if parameter.requires_grad:
-            assert parameter.grad is not None, f"{name} got no gradient"
-            grads[name] = parameter.grad.double() / 2.0
-    return sums, grads
-
-
 def compare(name: str, example: Example, layout: Layout, frozen: str = "") -> None:
     wide, draft = build(example, torch.float64), build(example, example.dtype)
     x64, x = make(example, torch.float64), make(example, example.dtype)
@@ -118,11 +101,11 @@ def compare(name: str, example: Example, layout: Layout, frozen: str = "") -> No
             a.copy_(b)
     loss = LOSSES.get(name, example.loss())
     wide.set_attention("ring")
-    want_sums, want_grads = measure(wide, x64, totals, loss)
+    want_sums, want_grads = learn(wide, x64, totals, loss)
     alone = dist.get_world_size(layout.context) == 1
     for mode in ("stream", "ring", "ulysses") if name == "packed" and not alone else ("stream", "ring"):
         draft.set_attention(mode)  # type: ignore[arg-type]
-        sums, grads = measure(draft, layout.share(x), totals, loss)
+        sums, grads = learn(draft, layout.share(x), totals, loss)
         if name in WITHOUT_GRAD:
             with torch.no_grad():
                 quiet = draft(layout.share(x), loss, totals)

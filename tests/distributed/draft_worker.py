@@ -20,9 +20,9 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1] / "draft"))
 
 from conftest import _inputs, _shape
+from one_rank import measure, split
 
 from lightning_spec.attention.context import Context
-from lightning_spec.attention.zigzag import Shard, Zigzag
 from lightning_spec.draft import MTP, DraftInputs, Eagle3, VocabMap
 from lightning_spec.draft.chained import ChainedDraft
 from lightning_spec.errors import ConfigError
@@ -104,33 +104,6 @@ def make(example: Example, dtype: torch.dtype) -> DraftInputs:
     return replace(x, seed=example.seed)
 
 
-def split(x: DraftInputs, context: Context) -> DraftInputs:
-    shard = Shard(Zigzag(tuple(x.lengths), context.size), context)
-    return replace(
-        x,
-        features=x.features[shard.rows],
-        embeddings=x.embeddings[shard.rows],
-        hidden=x.hidden[shard.rows],
-        shard=shard,
-    )
-
-
-def measure(draft: ChainedDraft, x: DraftInputs, totals: Any, loss: Any) -> dict[str, torch.Tensor]:
-    """Loss, gradients and metric sums, by name."""
-    draft.zero_grad(set_to_none=True)
-    out = draft(x, loss, totals)
-    with torch.no_grad():
-        quiet = draft(x, loss, totals)
-    (out.loss * 2.0).backward()
-    found = {"loss": out.loss.detach().double(), "loss without grad": quiet.loss.detach().double()}
-    for name, parameter in draft.named_parameters():
-        assert parameter.grad is not None, f"{name} got no gradient"
-        found[name] = parameter.grad.double() / 2.0
-    for name, (num, den, _) in out.metrics.items():
-        found[name] = torch.stack([num.double(), den.double()])
-    return found
-
-
 def compare(name: str, context: Context) -> None:
     example = EXAMPLES[name]
     wide, draft = build(example, torch.float64), build(example, example.dtype)
@@ -141,13 +114,15 @@ def compare(name: str, context: Context) -> None:
         for a, b in zip(wide.parameters(), draft.parameters(), strict=True):
             a.copy_(b)
     wide.set_attention("ring")
-    want = measure(wide, x64, totals, example.loss())
+    want_sums, want_grads = measure(wide, x64, totals, example.loss())
+    want = want_sums | want_grads
     tolerance = 1e-10 if example.dtype == torch.float64 else 1e-5
     state = torch.get_rng_state()
     for mode in example.modes:
         draft.set_attention(mode)  # type: ignore[arg-type]
-        got = measure(draft, split(x, context), totals, example.loss())
-        for key, value in got.items():
+        sums, grads = measure(draft, split(x, context), totals, example.loss())
+        assert sums.keys() | grads.keys() == want.keys()
+        for key, value in (sums | grads).items():
             dist.all_reduce(value)
             scale = max(1.0, float(want[key].abs().max()))
             error = float((value - want[key]).abs().max()) / scale

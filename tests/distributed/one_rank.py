@@ -15,12 +15,16 @@ from lightning_spec.draft import Draft, DraftInputs
 from lightning_spec.loss.vocab import VocabShard
 
 
-def rows_of(x: DraftInputs) -> DraftInputs:
-    """What a context-parallel rank of the world is given."""
-    context = Context.of(dist.group.WORLD)
+def split(x: DraftInputs, context: Context) -> DraftInputs:
+    """What a rank of `context` is given."""
     shard = Shard(Zigzag(tuple(x.lengths), context.size), context)
     names = ("features", "embeddings", "hidden")
     return replace(x, shard=shard, **{name: getattr(x, name)[shard.rows] for name in names})
+
+
+def rows_of(x: DraftInputs) -> DraftInputs:
+    """What a context-parallel rank of the world is given."""
+    return split(x, Context.of(dist.group.WORLD))
 
 
 def columns_of(x: DraftInputs) -> DraftInputs:
@@ -30,14 +34,12 @@ def columns_of(x: DraftInputs) -> DraftInputs:
     return replace(x, policy_head=x.policy_head[vocab.start : vocab.stop], policy_embedding=None, vocab=vocab)
 
 
-def measure(draft: Draft, x: DraftInputs, totals: Any, loss: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(loss and metric sums, gradients), by name."""
+def learn(draft: Draft, x: DraftInputs, totals: Any, loss: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(loss and metric sums, gradients of what is trained), by name."""
     draft.zero_grad(set_to_none=True)
     out = draft(x, loss, totals)
-    with torch.no_grad():
-        quiet = draft(x, loss, totals)
     (out.loss * 2.0).backward()
-    sums = {"loss": out.loss.detach().double(), "loss without grad": quiet.loss.detach().double()}
+    sums = {"loss": out.loss.detach().double()}
     for name, (num, den, _) in out.metrics.items():
         sums[name] = torch.stack([num.double(), den.double()])
     grads = {}
@@ -45,6 +47,14 @@ def measure(draft: Draft, x: DraftInputs, totals: Any, loss: Any) -> tuple[dict[
         if parameter.requires_grad:
             assert parameter.grad is not None, f"{name} got no gradient"
             grads[name] = parameter.grad.double() / 2.0
+    return sums, grads
+
+
+def measure(draft: Draft, x: DraftInputs, totals: Any, loss: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """As `learn`, and the loss once more without a graph."""
+    sums, grads = learn(draft, x, totals, loss)
+    with torch.no_grad():
+        sums["loss without grad"] = draft(x, loss, totals).loss.double()
     return sums, grads
 
 

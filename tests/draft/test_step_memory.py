@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.cp_steps import make_inputs
+from benchmarks.cp_steps import make_inputs, make_shape
 from lightning_spec.attention.context import Context
 from lightning_spec.draft import DFlash, Draft, DraftModel, DSpark
 from lightning_spec.loss import SoftCrossEntropy
@@ -16,39 +16,29 @@ from lightning_spec.shapes import PolicyShape
 from tests.peak import allocated_peak
 
 BLOCK = {"block_size": 4, "num_layers": 2, "mask_token_id": 1, "token_budget": 512}
+SIZES = {"hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "inner": 1024, "vocabulary": 4096}
 CASES: dict[str, tuple[type[Draft], dict[str, Any], int, dict[str, int]]] = {
     # name: class, arguments, tokens, sizes that differ
     "dflash": (DFlash, BLOCK, 512, {}),
     "dflash, trunk in pieces": (DFlash, BLOCK, 1024, {}),
     "dflash, larger chunks": (DFlash, BLOCK | {"token_budget": 1024}, 512, {}),
-    "dflash, one layer, small head": (DFlash, BLOCK | {"num_layers": 1}, 512, {"vocab_size": 1024}),
-    "dflash, wide keys": (DFlash, BLOCK, 512, {"num_key_value_heads": 4, "intermediate_size": 256}),
+    "dflash, one layer, small head": (DFlash, BLOCK | {"num_layers": 1}, 512, {"vocabulary": 1024}),
+    "dflash, wide keys": (DFlash, BLOCK, 512, {"kv_heads": 4, "inner": 256}),
     "dspark": (DSpark, BLOCK | {"block_size": 3, "markov_rank": 16, "confidence": True}, 512, {}),
     "model": (DraftModel, {"num_layers": 2}, 1024, {}),
     "model, everything kept": (DraftModel, {"num_layers": 3, "recompute": False}, 512, {}),
-    "model, small head": (DraftModel, {"num_layers": 2}, 512, {"vocab_size": 1024}),
+    "model, small head": (DraftModel, {"num_layers": 2}, 512, {"vocabulary": 1024}),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_estimates_are_the_measured_peaks_within_a_third_and_hardly_below(name: str) -> None:
     kind, options, tokens, sizes = CASES[name]
-    raw = {
-        "model_type": "llama",
-        "vocab_size": 4096,
-        "hidden_size": 256,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "max_position_embeddings": 2 * tokens,
-        **sizes,
-    }
+    shape = make_shape(**{"tokens": tokens, **SIZES, **sizes})
     draft = kind(**options)
-    draft.build(PolicyShape.from_hf(raw), seed=0)
-    x = make_inputs(tokens, 8, raw["hidden_size"], raw["vocab_size"], Context.of(None))
-    x = replace(x, features=torch.randn(tokens, max(1, len(draft.aux_layer_ids)) * raw["hidden_size"]))
+    draft.build(shape, seed=0)
+    x = make_inputs(tokens, 8, shape.hidden_size, shape.vocab_size, Context.of(None))
+    x = replace(x, features=torch.randn(tokens, max(1, len(draft.aux_layer_ids)) * shape.hidden_size))
     totals = dict.fromkeys([*(f"draft_slot_{slot}" for slot in range(4)), "draft_rows"], float(tokens))
 
     def step() -> None:
