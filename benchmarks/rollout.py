@@ -12,16 +12,17 @@ outputs of both are compared token for token on the way (CASES.md E1).
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning_spec.batch import SpecStats
-from lightning_spec.rollout.engine import Engine, EngineFiles, Request, Sampling
+from lightning_spec.rollout.engine import Engine, EngineFiles, Generation, Request, Sampling
 from lightning_spec.rollout.reference import ReferenceEngine
 from lightning_spec.rollout.speculation import Speculation
 from lightning_spec.rollout.vllm import VLLMEngine
@@ -43,7 +44,7 @@ def measure(
     speculation: Speculation,
     batch_sizes: Sequence[int] = (1, 8, 32),
     rounds: int = 5,
-    min_tokens: int = 300,
+    seconds: float = 1.2,
     engines: tuple[Engine, Engine] | None = None,
 ) -> dict[str, Any]:
     """Tokens/s of both engines by batch size, interleaved.
@@ -54,9 +55,10 @@ def measure(
         sampling: shared by both engines; request i of a round has the same seed in both.
         speculation: settings of the speculative engine.
         batch_sizes: requests that run together.
-        rounds: measurements of each engine at each size; one more is run first and dropped.
+        rounds: measurements of each engine at each size.
+        seconds: a round is as many batches as the plain engine ran in this time in a round before the first, which
+            does not count. Rounds go on through the prompts, so that a small batch size sees all of them too.
         engines: the plain and the speculative one; None: vLLM's.
-        min_tokens: batches are repeated within a round until about this many tokens were sampled at batch 1.
 
     Returns:
         by batch size: tokens/s of both (medians), their ratio (median of the rounds' ratios), acceptance length.
@@ -69,25 +71,18 @@ def measure(
         fast.start(files)
         same = _greedy_equal(plain, fast, prompts[: max(batch_sizes)], sampling)
         for size in batch_sizes:
-            repeats = max(1, min_tokens // (size * sampling.max_tokens // 2))
+            batches = _batches(prompts, size)
+            _run(plain, fast, [next(batches)], sampling, flip=False)  # shapes that were not met yet
+            count, elapsed = 0, 0.0
+            while elapsed < seconds:
+                elapsed += _run(plain, fast, [next(batches)], sampling, flip=bool(count % 2))[0].seconds
+                count += 1
             pairs: list[tuple[float, float]] = []
             spec = SpecStats()
-            for number in range(rounds + 1):
-                seconds = {"plain": 0.0, "fast": 0.0}
-                tokens = {"plain": 0, "fast": 0}
-                for repeat in range(repeats):
-                    batch = [prompts[(repeat * size + i) % len(prompts)] for i in range(size)]
-                    requests = [Request(tuple(p), seed=1000 * number + 10 * repeat + i) for i, p in enumerate(batch)]
-                    # The order alternates, so that neither engine always runs on a warm or a tired machine.
-                    order = (("plain", plain), ("fast", fast))
-                    for name, engine in order if (number + repeat) % 2 else order[::-1]:
-                        engine.generate(requests, sampling)
-                        seconds[name] += engine.last.seconds
-                        tokens[name] += engine.last.tokens
-                        if name == "fast" and number:
-                            spec += engine.last.spec
-                if number:
-                    pairs.append((tokens["plain"] / seconds["plain"], tokens["fast"] / seconds["fast"]))
+            for number in range(rounds):
+                slow, quick = _run(plain, fast, [next(batches) for _ in range(count)], sampling, flip=bool(number % 2))
+                spec += quick.spec
+                pairs.append((slow.tokens_per_second, quick.tokens_per_second))
             rows[str(size)] = {
                 "tokens_per_second_plain": statistics.median(p for p, _ in pairs),
                 "tokens_per_second_speculative": statistics.median(f for _, f in pairs),
@@ -95,6 +90,7 @@ def measure(
                 "ratio_range": [min(f / p for p, f in pairs), max(f / p for p, f in pairs)],
                 "acceptance_length": spec.acceptance_length,
                 "rounds": rounds,
+                "batches_per_round": count,
             }
             row = rows[str(size)]
             print(
@@ -111,6 +107,27 @@ def measure(
         "temperature": sampling.temperature,
         "machine": f"{platform.machine()}, {platform.platform()}, Python {sys.version.split()[0]}",
     }
+
+
+def _batches(prompts: Sequence[Sequence[int]], size: int) -> Iterator[list[Request]]:
+    """Batch after batch through the prompts, again and again, every request with a seed of its own."""
+    for first in itertools.count(step=size):
+        yield [Request(tuple(prompts[i % len(prompts)]), seed=i) for i in range(first, first + size)]
+
+
+def _run(
+    plain: Engine, fast: Engine, batches: Sequence[list[Request]], sampling: Sampling, flip: bool
+) -> tuple[Generation, Generation]:
+    """The same batches through both, in turns; the order alternates, so that neither always runs on a tired machine."""
+    engines, sums = (plain, fast), [Generation(), Generation()]
+    for number, batch in enumerate(batches):
+        for index in (1, 0) if flip ^ bool(number % 2) else (0, 1):
+            engines[index].generate(batch, sampling)
+            last, so_far = engines[index].last, sums[index]
+            sums[index] = Generation(
+                so_far.tokens + last.tokens, so_far.seconds + last.seconds, so_far.spec + last.spec
+            )
+    return sums[0], sums[1]
 
 
 def _greedy_equal(plain: Engine, fast: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling) -> dict[str, int]:
