@@ -189,7 +189,31 @@ def make(
     if mode in ("blocking", "pickle"):
         assert isinstance(steps.taps, PipelineTaps)
         steps.taps = by_hand(steps.taps, mode, strategy.sequence_parallel)
-    return lambda: _step(strategy, steps, batch)
+    own = _Own()
+    if isinstance(steps.taps, PipelineTaps):
+        own.watch(steps.taps)
+    return lambda: _step(strategy, steps, batch, own)
+
+
+class _Own:
+    """CPU seconds that a rank's main thread spends on bringing features, apart from the forwards around it."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def watch(self, taps: PipelineTaps) -> None:
+        for name in ("begin", "send", "features", "finish"):
+            setattr(taps, name, self._timed(getattr(taps, name)))
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **options: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return call(*arguments, **options)
+            finally:
+                self.seconds += time.thread_time() - began
+
+        return timed
 
 
 def by_hand(taps: PipelineTaps, mode: str, sequence_parallel: bool) -> ByHand:
@@ -208,10 +232,11 @@ def by_hand(taps: PipelineTaps, mode: str, sequence_parallel: bool) -> ByHand:
     return made
 
 
-def _step(strategy: Any, steps: MicroSteps, batch: StepBatch) -> dict[str, Any]:
+def _step(strategy: Any, steps: MicroSteps, batch: StepBatch, own: _Own) -> dict[str, Any]:
     with cpu_stand_in():
         strategy._wrapped.zero()
         dist.barrier()
+        own.seconds = 0.0
         began, cpu = time.perf_counter(), time.process_time()
         micro = strategy._micro_batches(batch)
         parts = steps.run(micro, strategy._totals(micro), step=0, train=True)
@@ -220,10 +245,11 @@ def _step(strategy: Any, steps: MicroSteps, batch: StepBatch) -> dict[str, Any]:
         for _, bag in parts:
             metrics.update(bag)
         found = strategy.pipeline.gather(
-            (wall, cpu, {k: v for k, v in metrics.values().items() if k.startswith("taps/")})
+            (wall, cpu, own.seconds, {k: v for k, v in metrics.values().items() if k.startswith("taps/")})
         )
     taps: dict[str, float] = {}
-    for _, _, values in found:
+    for *_, values in found:
         for key, value in values.items():
             taps[key] = taps.get(key, 0.0) + value
-    return {"wall": [w for w, _, _ in found], "cpu": [c for _, c, _ in found], **taps}
+    walls, cpus, owns, _ = zip(*found, strict=True)
+    return {"wall": list(walls), "cpu": list(cpus), "own": list(owns), **taps}
