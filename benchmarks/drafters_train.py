@@ -38,9 +38,10 @@ def make_step(
 
     from lightning_spec.data import SizedLoader
     from lightning_spec.loss import GRPO, HardCrossEntropy, SoftCrossEntropy, TotalVariation, Weighted
-    from lightning_spec.module import PolicySource, SpecGRPO
+    from lightning_spec.module import SpecGRPO
     from lightning_spec.optim import OptimConfig
     from lightning_spec.parallel.cpu_stand_in import cpu_stand_in
+    from lightning_spec.policy import PolicySource
     from lightning_spec.shapes import PolicyShape
     from strategies import MegatronStrategy
 

@@ -23,10 +23,10 @@ from lightning_spec.data import SizedLoader
 from lightning_spec.draft import Eagle3
 from lightning_spec.loss import GRPO
 from lightning_spec.metrics import MetricBag
-from lightning_spec.module import PolicySource, SpecGRPO
+from lightning_spec.module import SpecGRPO
 from lightning_spec.optim import OptimConfig
 from lightning_spec.parallel.cpu_stand_in import cpu_stand_in
-from lightning_spec.policy import new_policy_config
+from lightning_spec.policy import PolicySource, new_policy_config
 from strategies import MegatronStrategy
 from strategies.steps import MicroSteps
 from strategies.taps import PipelineTaps

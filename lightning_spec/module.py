@@ -8,15 +8,11 @@ through detached tensors: with the same rollouts the policy's weights are bit-id
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
-import lightning as L
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_spec.attention.context import Context
@@ -25,94 +21,15 @@ from lightning_spec.batch import PackedBatch, StepBatch, pack, pack_documents, w
 from lightning_spec.draft import Draft, DraftInputs
 from lightning_spec.errors import ConfigError
 from lightning_spec.loss import DraftLoss, PolicyLoss, SoftCrossEntropy, linear_logprobs
-from lightning_spec.loss.vocab import VocabShard
 from lightning_spec.metrics import MetricBag
+from lightning_spec.models import PolicyAndDraft
 from lightning_spec.optim import OptimConfig
-from lightning_spec.parallel.assemble import Assembler, drain
-from lightning_spec.policy import (
-    Policy,
-    PolicyModel,
-    TapParts,
-    TapRecorder,
-    chunks,
-    embedding_weight,
-    has_weights,
-    head_weight,
-    hf_tensors,
-    initial_weight,
-    local_tensors,
-    policy_from_folder,
-    unwrap,
-    vocab_shard,
-    write_policy,
-)
-from lightning_spec.shapes import PolicyShape
+from lightning_spec.policy import PolicyModel, PolicySource, TapRecorder, head_weight, unwrap, vocab_shard
 from lightning_spec.share import Share
+from lightning_spec.steps import DraftFeatures, DraftStep, PolicyStep
 
 
-@dataclass
-class PolicySource:
-    """Where the policy comes from.
-
-    Args:
-        path: a Hugging Face folder. With weights they are loaded; with a config.json alone the policy starts from
-            random weights drawn with `init_seed`.
-        init_seed: seed of a policy that starts from random weights.
-        recompute: recompute each layer's activations in the backward pass instead of keeping them.
-    """
-
-    path: str
-    init_seed: int = 0
-    recompute: bool = False
-
-    def megatron_options(self) -> dict[str, Any]:
-        if not self.recompute:
-            return {}
-        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-
-
-@dataclass(slots=True)
-class PolicyStep:
-    """What one chunk of the policy gives for one micro-batch."""
-
-    output: Tensor
-    """On the last virtual stage a scalar whose sum over the step is the policy's objective, else the residual."""
-    metrics: MetricBag
-    taps: TapParts | None
-    """What the draft reads of this chunk; None without a draft."""
-    hidden: Tensor | None
-    """[T, C] final-normed states of this rank's rows, detached; on the last virtual stage alone."""
-
-
-@dataclass(slots=True)
-class DraftFeatures:
-    """What the draft reads of the policy for one micro-batch: this rank's T rows, detached."""
-
-    features: Tensor
-    """[T, n * C], the taps side by side, ascending layer."""
-    embeddings: Tensor
-    """[T, C]."""
-    hidden: Tensor
-    """[T, C]."""
-    head: Tensor
-    """[V, C], or this rank's rows of it."""
-    vocab: VocabShard | None = None
-    """Which rows those are; None: all."""
-    embedding: Tensor | None = None
-    """[V, C], the policy's input embedding, where this rank has it whole."""
-    special: Tensor | None = None
-    """[n, C], the policy's input embeddings of the draft's `embedding_ids`; None where there are none."""
-
-
-@dataclass(slots=True)
-class DraftStep:
-    """`loss`: scalar whose sum over the step is the draft's objective."""
-
-    loss: Tensor
-    metrics: MetricBag
-
-
-class SpecGRPO(L.LightningModule):
+class SpecGRPO(PolicyAndDraft):
     """A policy trained with reinforcement learning or supervised, and its draft distilled beside it.
 
     Args:
@@ -128,9 +45,6 @@ class SpecGRPO(L.LightningModule):
         logprob_chunk: rows per chunk of the log-prob computation; null picks it from the vocabulary's size.
     """
 
-    build_dtype = torch.float32
-    """Of the models as they are built; the strategy casts them to its precision."""
-
     def __init__(
         self,
         policy: PolicySource,
@@ -142,7 +56,6 @@ class SpecGRPO(L.LightningModule):
         temperature: float = 1.0,
         logprob_chunk: int | None = None,
     ) -> None:
-        super().__init__()
         if (policy_loss is None) != (policy_optim is None):
             raise ConfigError(
                 "the policy's loss and optimiser go together",
@@ -170,81 +83,28 @@ class SpecGRPO(L.LightningModule):
             )
         if policy_loss is not None:
             policy_loss.set_sampling_temperature(temperature)
-        self.source = policy
+        super().__init__(
+            policy,
+            draft,
+            trains_policy=policy_loss is not None,
+            trains_draft=draft is not None and draft_optim is not None,
+        )
         self.policy_loss = policy_loss
         self.policy_optim = policy_optim
         self.draft_loss = draft_loss if draft_loss is not None else SoftCrossEntropy()
         self.draft_optim = draft_optim
         self.temperature = temperature
         self.logprob_chunk = logprob_chunk
-        self.shape = PolicyShape.from_file(policy.path)
-        self.policy: Policy | None = None
-        """This rank's part of the policy."""
-        self.draft = draft
         self.context = Context.single()
         """The ranks that share this one's micro-batches (context parallelism); the strategy says."""
         self._validation = MetricBag()
 
-    # ---- building ---------------------------------------------------------------------------------------------------
-
-    @property
-    def trains_policy(self) -> bool:
-        return self.policy_loss is not None
-
-    @property
-    def trains_draft(self) -> bool:
-        return self.draft is not None and self.draft_optim is not None
+    # ---- what Lightning calls ---------------------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
         """Policy version: optimiser steps done."""
         return int(self.trainer.global_step) if self._trainer is not None else 0
-
-    def configure_model(self) -> None:
-        """Build policy and draft; called by Lightning inside the strategy's context, on fit and on validate."""
-        if self.policy is not None:
-            return
-        if not self.trains_policy and not has_weights(self.source.path):
-            raise ConfigError(
-                "a frozen policy needs weights",
-                found=f"{self.source.path} has a config.json but no safetensors",
-                needed="a folder with weights",
-                key="model.policy.path",
-            )
-        if self.draft is not None:
-            # First: a pipeline's layout may depend on what the draft costs.
-            self.draft.build(self.shape, dtype=self.build_dtype)
-        self.policy = self._new_policy()
-        self.policy.requires_grad_(self.trains_policy)
-        if self.draft is not None:
-            if self._layout("hosts_draft", True):
-                self.draft.init_from_policy(
-                    self._starting("lm_head.weight"), self._starting("model.embed_tokens.weight")
-                )
-                self.draft.requires_grad_(self.trains_draft)
-            else:
-                self.draft.drop_parameters()
-
-    def _new_policy(self) -> Policy:
-        """This rank's part of the policy, with the weights that the run starts from."""
-        options = {**self._layout("policy_layout", {}), **self.source.megatron_options()}
-        return policy_from_folder(self.source.path, dtype=self.build_dtype, seed=self.source.init_seed, **options)
-
-    def _layout(self, name: str, default: Any) -> Any:
-        """What the strategy says of the layout; the default of one that has no say."""
-        strategy = self.trainer.strategy if self._trainer is not None else None
-        # By the class: an AttributeError inside the property must not be taken for its absence.
-        return getattr(strategy, name) if hasattr(type(strategy), name) else default
-
-    def _starting(self, name: str) -> Tensor:
-        """A whole tensor of the policy that the run starts from, whatever part of it this rank holds."""
-        return initial_weight(self.source.path, self.shape, name, self.source.init_seed, self.build_dtype)
-
-    @property
-    def last_chunk(self) -> PolicyModel:
-        """The last of this rank's chunks of the policy; on the last pipeline stage the one with the head."""
-        assert self.policy is not None
-        return chunks(self.policy)[-1]
 
     def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
         """Never reached: the strategy runs the whole step. Lightning wants the method to exist."""
@@ -267,26 +127,6 @@ class SpecGRPO(L.LightningModule):
         if make is None:
             raise self._needs_megatron()
         return make(policy=self.policy_optim, draft=self.draft_optim, total_steps=max(1, int(self.trainer.max_steps)))
-
-    def fingerprint(self) -> dict[str, Any]:
-        """What a checkpoint must have in common with the run that loads it."""
-        shape = {
-            name: getattr(self.shape, name)
-            for name in (
-                "model_type",
-                "vocab_size",
-                "hidden_size",
-                "num_layers",
-                "num_heads",
-                "num_kv_heads",
-                "head_dim",
-            )
-        }
-        if self.shape.experts is not None:
-            # Neither shows in the tensors' names and shapes.
-            shape |= {name: getattr(self.shape.experts, name) for name in ("top_k", "norm_topk_prob")}
-        draft = self.draft.fingerprint() if self.draft is not None else None
-        return {"policy": shape, "draft": draft}
 
     # ---- what the strategy calls ------------------------------------------------------------------------------------
 
@@ -327,32 +167,6 @@ class SpecGRPO(L.LightningModule):
         if self.policy_loss is not None:
             loss = loss + self._policy_term(policy, hidden, share, totals, metrics)
         return PolicyStep(loss, metrics, taps, hidden.detach())
-
-    def draft_head(self) -> dict[str, Any]:
-        """The policy's live head for `DraftFeatures`, on a rank that has it."""
-        policy = self.last_chunk
-        vocab = vocab_shard(policy)
-        embedding = embedding_weight(policy).detach() if policy.pre_process and vocab is None else None
-        return {"head": head_weight(policy).detach(), "vocab": vocab, "embedding": embedding}
-
-    @torch.no_grad()
-    def special_embeddings(self) -> Tensor | None:
-        """The policy's live input embeddings [n, C] of the draft's `embedding_ids`, on a rank that has the embedding.
-
-        None where the draft asks for none. Tensor-parallel ranks call it together: each adds what it has.
-        """
-        if self.draft is None or not self.draft.embedding_ids:
-            return None
-        assert self.policy is not None
-        table, vocab = embedding_weight(self.policy), vocab_shard(self.policy)
-        ids = torch.tensor(self.draft.embedding_ids, device=table.device)
-        if vocab is None:
-            return table[ids]
-        here = (ids >= vocab.start) & (ids < vocab.stop)
-        found = table.new_zeros(len(ids), table.shape[1])
-        found[here] = table[ids[here] - vocab.start]
-        dist.all_reduce(found, group=vocab.group)
-        return found
 
     def draft_step(
         self, draft: nn.Module, micro: PackedBatch, features: DraftFeatures, totals: dict[str, Tensor], *, train: bool
@@ -479,73 +293,3 @@ class SpecGRPO(L.LightningModule):
 
     def _with_scores(self, batch: StepBatch, name: str) -> StepBatch:
         return with_scores(batch, name, self.trainer.strategy.score(self, batch))  # type: ignore[attr-defined]
-
-    @contextmanager
-    def reference_weights(self) -> Iterator[None]:
-        """Inside, the policy holds the weights that the run started from (`model.policy.path`)."""
-        assert self.policy is not None
-        live = {name: tensor.detach().clone() for name, tensor in self.policy.named_parameters()}
-        reference = self._new_policy()
-        try:
-            with torch.no_grad():
-                for (_, mine), (_, theirs) in zip(
-                    self.policy.named_parameters(), reference.named_parameters(), strict=True
-                ):
-                    mine.copy_(theirs)
-            del reference
-            yield
-        finally:
-            with torch.no_grad():
-                for name, tensor in self.policy.named_parameters():
-                    tensor.copy_(live[name])
-
-    # ---- weights out ------------------------------------------------------------------------------------------------
-
-    def policy_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy's tensors under Hugging Face names, a bucket at a time.
-
-        Every rank that holds a part of them iterates to the end; only those that speak for a replica get anything.
-        """
-        assert self.policy is not None
-        assembler = self._assembler("policy")
-        return hf_tensors(self.policy) if assembler is None else assembler.run(local_tensors(self.policy))
-
-    def draft_tensors(self) -> Iterator[tuple[str, Tensor]] | None:
-        """The draft's tensors under the engine's names, or None without a draft; as `policy_tensors`."""
-        if self.draft is None:
-            return None
-        assembler = self._assembler("draft")
-        return self.draft.engine_tensors() if assembler is None else assembler.run(self.draft.local_tensors())
-
-    def _assembler(self, name: str) -> Assembler | None:
-        make = self._layout("assembler", None)
-        return None if make is None else make(name)
-
-    def export_policy(self, folder: str | Path) -> Path:
-        """Write the policy as a Hugging Face folder. Collective as `policy_tensors` is; the first rank writes."""
-        assert self.policy is not None
-        tensors = self.policy_tensors()
-        try:
-            if self._writes:
-                dtype = chunks(self.policy)[0].config.params_dtype
-                write_policy(folder, self.shape, dtype, tensors, tokenizer_from=self.source.path)
-        finally:
-            drain(tensors)
-        return Path(folder)
-
-    def export_draft(self, folder: str | Path) -> Path | None:
-        """Write the draft as a folder that the engine loads; None without a draft. Collective as `export_policy`."""
-        if self.draft is None:
-            return None
-        tensors = self.draft_tensors()
-        try:
-            if self._writes:
-                self.draft.export(folder, tensors)
-        finally:
-            drain(tensors)
-        return Path(folder)
-
-    @property
-    def _writes(self) -> bool:
-        """Whether this rank is the one that writes what all have in common."""
-        return self._trainer is None or self.trainer.is_global_zero

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from lightning_spec.batch import PackedBatch
 from lightning_spec.metrics import MetricBag
-from lightning_spec.module import DraftFeatures
 from lightning_spec.parallel.groups import PipelineParallel, TensorParallel
 from lightning_spec.parallel.tap_channel import TapChannel, TapSource
 from lightning_spec.policy import head_weight, unwrap, vocab_shard
 from lightning_spec.policy.taps import side_by_side
 from lightning_spec.share import Share
+from lightning_spec.steps import DraftFeatures
 from strategies.place import Place
 
 

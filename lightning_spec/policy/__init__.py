@@ -13,6 +13,7 @@ from lightning_spec.policy.model import (
     policy_from_folder,
     vocab_shard,
 )
+from lightning_spec.policy.source import PolicySource
 from lightning_spec.policy.stage import check_layout, parallel_options, stage_layers
 from lightning_spec.policy.taps import TapParts, TapRecorder, Taps, check_layer_ids, tap_owner
 from lightning_spec.policy.weights import (
@@ -31,6 +32,7 @@ __all__ = [
     "Policy",
     "PolicyChunks",
     "PolicyModel",
+    "PolicySource",
     "TapParts",
     "TapRecorder",
     "Taps",

@@ -40,7 +40,7 @@ def test_the_stages_of_a_drafter_train_it_and_serve_it_by_its_own_method(parse, 
     assert speculation.num_speculative_tokens == demo.K
     assert stage["grpo"].acceptance.enabled
     # The stage says how a draft is optimised, the same for all that see as many rollouts.
-    rates = [2e-3, 3e-4 if kind == "DSpark" else 1e-3]
+    rates = [2e-3, 3e-4 if kind == "DSpark" else 8e-4]
     assert [stage[name].model.draft_optim.lr for name in ("distill", "grpo")] == rates
     assert "${" not in str(stage)
 

@@ -17,8 +17,9 @@ from lightning_spec.data import PromptData
 from lightning_spec.draft import Eagle3
 from lightning_spec.errors import EngineError
 from lightning_spec.loss import GRPO
-from lightning_spec.module import PolicySource, SpecGRPO
+from lightning_spec.module import SpecGRPO
 from lightning_spec.optim import OptimConfig
+from lightning_spec.policy import PolicySource
 from lightning_spec.rollout.engine import EngineFiles, Sampling
 from lightning_spec.rollout.reference import ReferenceEngine
 from lightning_spec.rollout.rewards import Reward

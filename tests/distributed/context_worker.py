@@ -28,8 +28,9 @@ from lightning_spec.data import SizedLoader
 from lightning_spec.draft import Eagle3
 from lightning_spec.errors import ConfigError
 from lightning_spec.loss import GRPO, PolicyLoss, SupervisedLoss
-from lightning_spec.module import PolicySource, SpecGRPO
+from lightning_spec.module import SpecGRPO
 from lightning_spec.optim import OptimConfig
+from lightning_spec.policy import PolicySource
 from strategies import MegatronStrategy
 from tests.module.conftest import Collect, make_rollouts
 from tests.module.conftest import Recorded as FromMemory

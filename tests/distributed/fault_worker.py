@@ -20,8 +20,8 @@ from context_worker import BUDGET, Recorded, Typed, disturbed, grpo, quiet
 
 from lightning_spec.batch import StepBatch
 from lightning_spec.draft import Eagle3
-from lightning_spec.module import PolicySource
 from lightning_spec.optim import OptimConfig
+from lightning_spec.policy import PolicySource
 from strategies import MegatronStrategy
 from strategies.taps import PipelineTaps
 

@@ -31,11 +31,10 @@ from lightning_spec import draft as drafts
 from lightning_spec.batch import StepBatch
 from lightning_spec.data import SizedLoader
 from lightning_spec.draft import Draft
-from lightning_spec.module import PolicySource
 from lightning_spec.optim import OptimConfig
 from lightning_spec.parallel.checkpoint import complete_checkpoints
 from lightning_spec.parallel.groups import destroy_groups
-from lightning_spec.policy import local_gradients, local_tensors
+from lightning_spec.policy import PolicySource, local_gradients, local_tensors
 from strategies import MegatronStrategy, steps
 
 

@@ -15,8 +15,9 @@ import torch
 from lightning_spec.batch import StepBatch
 from lightning_spec.draft import Eagle3
 from lightning_spec.loss import GRPO
-from lightning_spec.module import PolicySource, SpecGRPO
+from lightning_spec.module import SpecGRPO
 from lightning_spec.optim import OptimConfig
+from lightning_spec.policy import PolicySource
 from tests.module.conftest import Collect, Recorded, make_rollouts, quiet_trainer
 
 

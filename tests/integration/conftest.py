@@ -13,9 +13,9 @@ import pytest
 from lightning_spec.data import PromptData
 from lightning_spec.draft import Eagle3
 from lightning_spec.loss import SupervisedLoss
-from lightning_spec.module import PolicySource, SpecGRPO
+from lightning_spec.module import SpecGRPO
 from lightning_spec.optim import OptimConfig
-from lightning_spec.policy import new_policy_config
+from lightning_spec.policy import PolicySource, new_policy_config
 from lightning_spec.sources import ReasoningGymPrompts
 from lightning_spec.tokenizer import char_tokenizer
 from strategies import MegatronStrategy

@@ -12,9 +12,10 @@ import torch
 from lightning_spec.batch import pack_documents
 from lightning_spec.data import PromptData
 from lightning_spec.loss import SupervisedLoss
-from lightning_spec.module import PolicySource, SpecGRPO
+from lightning_spec.module import SpecGRPO
 from lightning_spec.optim import OptimConfig
 from lightning_spec.parallel.cpu_stand_in import cpu_stand_in
+from lightning_spec.policy import PolicySource
 from tests.integration.conftest import sums, trainer
 
 

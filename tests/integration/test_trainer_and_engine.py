@@ -18,9 +18,10 @@ from lightning_spec.data import PromptData
 from lightning_spec.draft import Eagle3
 from lightning_spec.draft.validity import pass_depth
 from lightning_spec.loss import SoftCrossEntropy, SupervisedLoss
-from lightning_spec.module import PolicySource, SpecGRPO
+from lightning_spec.module import SpecGRPO
 from lightning_spec.optim import OptimConfig
 from lightning_spec.parallel.cpu_stand_in import cpu_stand_in
+from lightning_spec.policy import PolicySource
 from lightning_spec.rollout.engine import EngineFiles, Request, Sampling
 from lightning_spec.rollout.speculation import Speculation
 from lightning_spec.rollout.vllm import VLLMEngine

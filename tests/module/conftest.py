@@ -16,9 +16,9 @@ from lightning_spec.batch import Completion, Prompt, Rollout, StepBatch
 from lightning_spec.data import SizedLoader
 from lightning_spec.draft import Eagle3
 from lightning_spec.loss import GRPO
-from lightning_spec.module import PolicySource, SpecGRPO
+from lightning_spec.module import SpecGRPO
 from lightning_spec.optim import OptimConfig
-from lightning_spec.policy import write_policy
+from lightning_spec.policy import PolicySource, write_policy
 from lightning_spec.policy.initial import drawn_weight
 from lightning_spec.policy.weights import tensor_shapes
 from lightning_spec.shapes import PolicyShape

@@ -14,10 +14,10 @@ from torch import Tensor
 from lightning_spec.batch import StepBatch
 from lightning_spec.draft.base import DraftInputs
 from lightning_spec.loss import GRPO
-from lightning_spec.module import PolicySource, SpecGRPO
+from lightning_spec.module import SpecGRPO
 from lightning_spec.optim import OptimConfig
 from lightning_spec.parallel.cpu_stand_in import cpu_stand_in
-from lightning_spec.policy import embedding_weight
+from lightning_spec.policy import PolicySource, embedding_weight
 from tests.module.conftest import CONFIG, Recorded, Train, make_rollouts, quiet_trainer
 from tests.module.reading_draft import Reading
 

@@ -14,9 +14,10 @@ from lightning_spec.batch import StepBatch
 from lightning_spec.draft import MTP, Draft, DraftModel, Eagle3
 from lightning_spec.errors import ConfigError
 from lightning_spec.loss import GRPO, TotalVariation
-from lightning_spec.module import PolicySource, SpecGRPO
+from lightning_spec.module import SpecGRPO
 from lightning_spec.optim import OptimConfig
 from lightning_spec.parallel.cpu_stand_in import cpu_stand_in
+from lightning_spec.policy import PolicySource
 from tests.module.conftest import Recorded, Train, make_rollouts, quiet_trainer
 
 
