@@ -103,8 +103,8 @@ def _find(library: str) -> str | None:
 
 
 SHARED_MEMORY = Path("/dev/shm")
-LEFT_BEHIND = ("psm_*", "sem.mp-*")
-"""What vLLM's processes share: message queues and semaphores of Python's multiprocessing."""
+LEFT_BEHIND = ("psm_*", "sem.mp-*", "vllm_dist_*-cpushm_*")
+"""What vLLM's processes share: queues, semaphores of Python's multiprocessing, tensor-parallel ranks' buffers."""
 
 
 def shared_files(group: int) -> set[Path]:

@@ -88,7 +88,8 @@ def test_a_worker_that_is_killed_ends_the_engine_and_leaves_no_process_and_no_sh
     shared._torn.clear()
     family = psutil.Process(shared.pid).children(recursive=True)
     files = shared_files(shared.pid)
-    assert files, "vLLM's workers talk through shared memory"
+    assert any(file.match("psm_*") for file in files), "vLLM's workers talk through shared memory"
+    assert any(file.match("vllm_dist_*-cpushm_*") for file in files), "and exchange tensors through it"
     workers = [process for process in family if any("Worker" in word for word in process.cmdline() or [process.name()])]
     assert len(workers) == 2
     os.kill(workers[1].pid, signal.SIGKILL)
