@@ -26,7 +26,7 @@ from benchmarks import common
 from benchmarks.drafters_train import predict
 from benchmarks.rollout import CLASSES
 from lightning_spec.batch import SpecStats
-from lightning_spec.rollout.engine import Engine, EngineFiles, Request, Sampling
+from lightning_spec.rollout.engine import Engine, EngineFiles, Generation, Request, Sampling
 from lightning_spec.rollout.reference import ReferenceEngine
 from lightning_spec.rollout.speculation import Speculation
 from lightning_spec.rollout.vllm import VLLMEngine
@@ -93,14 +93,13 @@ def speed(
             for name, engine in order if number % 2 else order[::-1]:
                 if base_of(name) != "none" and size > 1:
                     continue  # it runs one request at a time
-                tokens, seconds = 0, 0.0
+                done = Generation()
                 for batch in batches:
                     engine.generate([Request(p, seed=100 * number + i) for i, p in enumerate(batch)], sampling)
-                    tokens, seconds = tokens + engine.last.tokens, seconds + engine.last.seconds
-                    if number:
-                        specs[name] += engine.last.spec
+                    done += engine.last
                 if number:
-                    rates[name].append(tokens / seconds)
+                    rates[name].append(done.tokens_per_second)
+                    specs[name] += done.spec
         for name, found in rates.items():
             if found:
                 ratio = statistics.median(a / b for a, b in zip(found, rates[base_of(name)], strict=True))

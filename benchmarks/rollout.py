@@ -17,7 +17,7 @@ import json
 import platform
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,16 +71,16 @@ def measure(
         fast.start(files)
         same = _greedy_equal(plain, fast, prompts[: max(batch_sizes)], sampling)
         for size in batch_sizes:
-            batches = _batches(prompts, size)
-            _run(plain, fast, [next(batches)], sampling, flip=False)  # shapes that were not met yet
+            batches = enumerate(_batches(prompts, size))
+            _run(plain, fast, itertools.islice(batches, 1), sampling)  # shapes that were not met yet
             count, elapsed = 0, 0.0
             while elapsed < seconds:
-                elapsed += _run(plain, fast, [next(batches)], sampling, flip=bool(count % 2))[0].seconds
+                elapsed += _run(plain, fast, itertools.islice(batches, 1), sampling)[0].seconds
                 count += 1
             pairs: list[tuple[float, float]] = []
             spec = SpecStats()
-            for number in range(rounds):
-                slow, quick = _run(plain, fast, [next(batches) for _ in range(count)], sampling, flip=bool(number % 2))
+            for _ in range(rounds):
+                slow, quick = _run(plain, fast, itertools.islice(batches, count), sampling)
                 spec += quick.spec
                 pairs.append((slow.tokens_per_second, quick.tokens_per_second))
             rows[str(size)] = {
@@ -116,18 +116,16 @@ def _batches(prompts: Sequence[Sequence[int]], size: int) -> Iterator[list[Reque
 
 
 def _run(
-    plain: Engine, fast: Engine, batches: Sequence[list[Request]], sampling: Sampling, flip: bool
+    plain: Engine, fast: Engine, batches: Iterable[tuple[int, list[Request]]], sampling: Sampling
 ) -> tuple[Generation, Generation]:
-    """The same batches through both, in turns; the order alternates, so that neither always runs on a tired machine."""
-    engines, sums = (plain, fast), [Generation(), Generation()]
-    for number, batch in enumerate(batches):
-        for index in (1, 0) if flip ^ bool(number % 2) else (0, 1):
+    """The same numbered batches through both, in turns; the order alternates, so that neither always runs on a tired
+    machine."""
+    engines, done = (plain, fast), [Generation(), Generation()]
+    for number, batch in batches:
+        for index in (1, 0) if number % 2 else (0, 1):
             engines[index].generate(batch, sampling)
-            last, so_far = engines[index].last, sums[index]
-            sums[index] = Generation(
-                so_far.tokens + last.tokens, so_far.seconds + last.seconds, so_far.spec + last.spec
-            )
-    return sums[0], sums[1]
+            done[index] += engines[index].last
+    return done[0], done[1]
 
 
 def _greedy_equal(plain: Engine, fast: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling) -> dict[str, int]:

@@ -39,16 +39,19 @@ def transport(options: argparse.Namespace) -> Found:
         ]
         runs = take_turns(cases, options.rounds)
         rows = {}
+        alone = [sum(r["cpu"]) for r in runs["none"]]
         for name, results in runs.items():
+            cpu = [sum(r["cpu"]) for r in results]
+            ratios = sorted(one / other for one, other in zip(cpu, alone, strict=True))
             rows[name] = {
                 "wall": ratio([max(r["wall"]) for r in results], [max(r["wall"]) for r in runs["none"]]),
-                "cpu": ratio([sum(r["cpu"]) for r in results], [sum(r["cpu"]) for r in runs["none"]]),
-                "own_share": statistics.median(sum(r["own"]) / sum(r["cpu"]) for r in results),
+                "cpu": statistics.median(ratios),
+                "cpu_low": ratios[len(ratios) // 4],
+                "cpu_high": ratios[-1 - len(ratios) // 4],
+                "own_share": ratio([sum(r["own"]) for r in results], cpu),
                 "seconds": statistics.median(max(r["wall"]) for r in results),
                 **{key: statistics.median(r[key] for r in results) for key in results[0] if key.startswith("taps/")},
             }
-            spread = sorted(sum(r["cpu"]) / sum(n["cpu"]) for r, n in zip(results, runs["none"], strict=True))
-            rows[name] |= {"cpu_low": spread[len(spread) // 4], "cpu_high": spread[-1 - len(spread) // 4]}
         rows["blocking send/recv"] = survives(Case("blocking", STEP, {"mode": "blocking", **size}, ranks=stages))
         found[f"{stages} stages"] = rows
         print(f"\n{stages} stages, {size}")

@@ -42,22 +42,28 @@ class PolicyAndDraft(L.LightningModule):
     Args:
         source: the policy's checkpoint folder.
         draft: the drafter, or None.
-        trains_policy: whether the policy's weights need gradients; False freezes them.
-        trains_draft: the same for the draft.
     """
 
     build_dtype = torch.float32
     """Of the models as they are built; the strategy casts them to its precision."""
 
-    def __init__(self, source: PolicySource, draft: Draft | None, *, trains_policy: bool, trains_draft: bool) -> None:
+    def __init__(self, source: PolicySource, draft: Draft | None) -> None:
         super().__init__()
         self.source = source
         self.shape = PolicyShape.from_file(source.path)
         self.policy: Policy | None = None
         """This rank's part of the policy."""
         self.draft = draft
-        self.trains_policy = trains_policy
-        self.trains_draft = trains_draft
+
+    @property
+    def trains_policy(self) -> bool:
+        """Whether the policy's weights need gradients; False freezes them."""
+        raise NotImplementedError
+
+    @property
+    def trains_draft(self) -> bool:
+        """Whether the draft's weights do."""
+        raise NotImplementedError
 
     # ---- building ----------------------------------------------------------------------------------------------------
 

@@ -83,12 +83,7 @@ class SpecGRPO(PolicyAndDraft):
             )
         if policy_loss is not None:
             policy_loss.set_sampling_temperature(temperature)
-        super().__init__(
-            policy,
-            draft,
-            trains_policy=policy_loss is not None,
-            trains_draft=draft is not None and draft_optim is not None,
-        )
+        super().__init__(policy, draft)
         self.policy_loss = policy_loss
         self.policy_optim = policy_optim
         self.draft_loss = draft_loss if draft_loss is not None else SoftCrossEntropy()
@@ -98,6 +93,14 @@ class SpecGRPO(PolicyAndDraft):
         self.context = Context.single()
         """The ranks that share this one's micro-batches (context parallelism); the strategy says."""
         self._validation = MetricBag()
+
+    @property
+    def trains_policy(self) -> bool:
+        return self.policy_loss is not None
+
+    @property
+    def trains_draft(self) -> bool:
+        return self.draft is not None and self.draft_optim is not None
 
     # ---- what Lightning calls ---------------------------------------------------------------------------------------
 

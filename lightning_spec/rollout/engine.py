@@ -135,6 +135,12 @@ class Generation:
     spec: SpecStats = field(default_factory=SpecStats)
     adaptive: SpeculationReport | None = None
 
+    def __add__(self, other: Generation) -> Generation:
+        """This and a later one together; the report is the later's."""
+        return Generation(
+            self.tokens + other.tokens, self.seconds + other.seconds, self.spec + other.spec, other.adaptive
+        )
+
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds if self.seconds else 0.0

@@ -15,9 +15,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from lightning_spec.batch import SpecStats
 from lightning_spec.errors import ConfigError, EngineError, EngineTimeoutError
 from lightning_spec.rollout import process, weight_transfer
-from lightning_spec.rollout.engine import EngineFiles, Request, Sampling, TensorSpec, checked, checkpoint_specs
+from lightning_spec.rollout.engine import (
+    EngineFiles,
+    Generation,
+    Request,
+    Sampling,
+    TensorSpec,
+    checked,
+    checkpoint_specs,
+)
 from lightning_spec.rollout.process import ChildProcess, cleaned_environment
 from lightning_spec.rollout.speculation import Speculation
 from lightning_spec.rollout.vllm import VLLMEngine
@@ -54,6 +63,14 @@ def test_a_request_s_own_seed_wins_and_the_others_differ_by_index() -> None:
     assert sampling.seed_of(Request((1,), seed=3), 5) == 3
     assert [sampling.seed_of(Request((1,)), i) for i in range(3)] == [10, 11, 12]
     assert Sampling().seed_of(Request((1,)), 4) is None
+
+
+def test_figures_of_two_calls_add_up() -> None:
+    first = Generation(30, 0.5, SpecStats(4, 12, 6, (4, 2)))
+    both = first + Generation(10, 1.5, SpecStats(1, 3, 3, (1, 1, 1)))
+    assert (both.tokens, both.seconds, both.tokens_per_second) == (40, 2.0, 20.0)
+    assert both.spec == SpecStats(5, 15, 9, (5, 3, 1))
+    assert Generation() + first == first
 
 
 @pytest.mark.parametrize(
